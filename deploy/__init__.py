@@ -1,0 +1,1 @@
+"""The local cluster: servers, supervisor, command line."""

@@ -1,0 +1,1 @@
+"""Ids to text, safe for UTF-8 and stop strings."""

@@ -1,0 +1,1 @@
+"""The edge: OpenAI over HTTP and the bus; owner of every session."""

@@ -1,0 +1,64 @@
+"""What passes between the edge (HTTP or bus) and a session."""
+
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from shared.errors import MeshError
+from shared.messages import ChatPrompt, TokenText
+from shared.sampling import SamplingParams, TextParams
+
+
+class SessionSpec(Struct, frozen=True, kw_only=True):
+    """A checked request. Exactly one of `chat`, `texts`, `ids` is set."""
+
+    request_id: str
+    model: str
+    tenant: str = ""
+    chat: ChatPrompt | None = None
+    texts: list[str] | None = None
+    ids: list[list[int]] | None = None
+    add_special_tokens: bool = True
+    n: int = 1
+    max_tokens: int | None = None  # None = up to the model's context
+    seed: int | None = None  # None = drawn when the session opens
+    sampling: SamplingParams  # its max_tokens and seed are resolved by the session
+    text: TextParams = TextParams()
+    priority: int = 0
+    salt: bytes = b""
+    timeout_s: float = 600.0
+
+
+class Prompts(Struct, frozen=True):
+    """The input is ids now, one list per prompt in order."""
+
+    prompt_ids: list[list[int]]
+
+
+class Delta(Struct, frozen=True):
+    """New ids of one choice, exactly once, in order. `finish_reason` is set once per choice."""
+
+    choice: int
+    index: int
+    ids: list[int]
+    text: str
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+    logprobs: list[TokenText] | None = None
+
+
+class SessionEnd(Struct, frozen=True):
+    """The last event of every session. `error` None = every choice finished.
+
+    `completion_tokens` counts ids delivered, all choices together.
+    """
+
+    error: MeshError | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+SessionEvent = Prompts | Delta | SessionEnd
+Emit = Callable[[SessionEvent], None]
+"""Called synchronously by the session table; must only enqueue."""

@@ -1,0 +1,1 @@
+"""The engine and the process that speaks for it."""

@@ -1,0 +1,59 @@
+"""The seam between the engine core and what computes: the real model or the simulated one."""
+
+from typing import NamedTuple, Protocol
+
+from msgspec import Struct
+
+from services.gpu_worker.sequence import Sequence
+from shared.messages import TokenLogprobs
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """What the core must know of a loaded model."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int  # prompt and output ids together
+    num_blocks: int  # blocks in the KV pool; block 0 is an ordinary block
+    block_size: int
+    end_ids: frozenset[int]  # ids that end a leg unless `ignore_eos`
+
+
+class Scheduled(NamedTuple):
+    """One row of a step: compute `num_tokens` ids of `sequence` from `num_computed_tokens` on.
+
+    The block table already covers them. The row samples iff it reaches the last known id.
+    """
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        sequence = self.sequence
+        return sequence.num_computed_tokens + self.num_tokens == sequence.num_tokens
+
+
+class Sampled(NamedTuple):
+    """Outcome of one row that samples. `fault` set = this leg fails typed, the others go on."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    fault: str = ""  # "nan_logits"
+
+
+class ModelRunner(Protocol):
+    """Synchronous; one call at a time; owns weights, KV memory and sampling."""
+
+    spec: ModelSpec
+
+    def warm_up(self) -> None:
+        """Run what makes the first real step slow."""
+
+    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+        """One step over mixed prefill chunks and decode rows. Returns an entry per row, None for a
+        row that does not sample. Does not change any sequence.
+        """
+
+    def phase_bound_ms(self, batch: list[Scheduled]) -> int:
+        """An upper bound for `execute(batch)`; past it the engine counts as hung."""

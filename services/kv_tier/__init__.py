@@ -1,0 +1,1 @@
+"""The L2 cache of KV blocks in Redis."""

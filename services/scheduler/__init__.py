@@ -1,0 +1,1 @@
+"""Which leg runs where, and when."""

@@ -1,0 +1,1 @@
+"""What every service may know. Torch-free; imports nothing else of ours."""

@@ -1,0 +1,54 @@
+"""The bus as Shoal sees it. `shared.nats_bus` is the real one, `shared.testing` has the fake."""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+
+class Delivery(NamedTuple):
+    """One message as it came off the bus."""
+
+    subject: str
+    payload: bytes
+    reply: str = ""
+
+
+Handler = Callable[[Delivery], None]
+"""Called on the loop, one delivery at a time per subscription; must return at once."""
+
+
+class Subscription(Protocol):
+    """A live subscription."""
+
+    async def unsubscribe(self) -> None:
+        """Stop delivery; messages already on this side of the server are still handled."""
+
+
+class Bus(Protocol):
+    """At-most-once publish and subscribe; FIFO per (publisher, subscription) while connected."""
+
+    @property
+    def connected(self) -> bool:
+        """False from the moment a disconnect is known until the reconnect is done."""
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was re-established; a changed value means messages were lost."""
+
+    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+        """Queue for sending; never blocks, never waits. While disconnected, payloads beyond the
+        pending limit are dropped and counted. Raises `InvalidRequest` over `max_payload`.
+        """
+
+    async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
+        """Deliver `subject` (wildcards allowed) to `handler`; on return the server knows of it."""
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Delivery:
+        """Publish with a private reply subject and wait. Raises `Unavailable` when nobody listens,
+        `DeadlineExceeded` after `timeout_s`.
+        """
+
+    async def flush(self, timeout_s: float = 2.0) -> None:
+        """On return the server has seen all published before. Raises `DeadlineExceeded`."""
+
+    async def close(self) -> None:
+        """Drain what was received, flush what was published, disconnect; bounded in time."""

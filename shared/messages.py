@@ -1,0 +1,456 @@
+"""Every message on the wire, in the order in which a request meets them.
+
+A *leg* is (`request_id`, `choice`); `choice` = prompt number x n + j. Every message about a leg
+carries (`request_id`, `choice`, `epoch`), and whoever has seen a higher epoch of a leg drops it.
+Token ids travel packed (`shared.ids`). Times travel as what remains, never as an instant.
+
+Evolution is append-only: a new field has a default and goes last (array-like structs are read by
+position). `tests/shared/test_messages.py` holds golden bytes of every message.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from shared.errors import Code
+from shared.sampling import SamplingParams, TextParams
+
+
+class Message(
+    Struct,
+    frozen=True,
+    tag=True,
+    kw_only=True,
+    omit_defaults=True,
+    gc=False,
+    forbid_unknown_fields=False,
+):
+    """Root of every message: a tagged map, unknown fields ignored."""
+
+
+class Leg(Message, frozen=True, kw_only=True):
+    """Root of every message about one leg."""
+
+    request_id: str  # 32 hex digits, minted by the gateway
+    choice: int
+    epoch: int  # one epoch, one placement
+
+
+# --- gateway <-> tokenizer ---------------------------------------------------------------------
+
+
+class ChatPrompt(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] = {}
+
+
+class Generate(Message, frozen=True, kw_only=True):
+    """gateway -> one live tokenizer: make ids of this input. A duplicate is answered again.
+
+    Exactly one of `chat`, `texts`, `ids` is set. `attempt` is echoed, so that the answer of an
+    earlier try is told from the current one (both are right: a tokenizer is a function).
+    """
+
+    request_id: str
+    attempt: int
+    gateway: str  # instance to answer
+    chat: ChatPrompt | None = None
+    texts: list[str] | None = None
+    ids: list[bytes] | None = None
+    add_special_tokens: bool = True
+    salt: bytes = b""  # root of the block hashes (`shared.kv.tenant_salt`)
+    deadline_ms: int = 0  # what remains
+
+
+class TokenizedPrompt(Struct, frozen=True, array_like=True, gc=False):
+    """One prompt as ids, and the hashes of its full blocks (16 bytes each, in order)."""
+
+    prompt_ids: bytes
+    block_hashes: bytes = b""
+
+
+class Tokenized(Message, frozen=True, kw_only=True):
+    """tokenizer -> gateway: one entry per prompt, in the order asked. A duplicate is dropped."""
+
+    request_id: str
+    attempt: int
+    tokenizer: str
+    prompts: list[TokenizedPrompt]
+
+
+class Detokenize(Message, frozen=True, kw_only=True):
+    """gateway -> tokenizer: the text of these ids (`POST /detokenize`)."""
+
+    request_id: str
+    attempt: int
+    gateway: str
+    ids: bytes
+    skip_special_tokens: bool = False
+
+
+class Detokenized(Message, frozen=True, kw_only=True):
+    """tokenizer -> gateway: answer to `Detokenize`."""
+
+    request_id: str
+    attempt: int
+    tokenizer: str
+    text: str
+
+
+# --- gateway <-> scheduler ---------------------------------------------------------------------
+
+
+class Submit(Leg, frozen=True, kw_only=True):
+    """gateway -> the leading scheduler instance: place this leg. A re-drive is the same message
+    with `output_ids` and `last_worker` filled. A bus duplicate is answered `Accepted` again.
+
+    `prompt_ids` and `output_ids` stay apart: position = output index, remaining =
+    `sampling.max_tokens` - number of output ids.
+    """
+
+    gateway: str
+    model: str
+    tenant: str
+    prompt_ids: bytes
+    sampling: SamplingParams
+    text: TextParams = TextParams()
+    output_ids: bytes = b""
+    block_hashes: bytes = b""  # of the prompt's full blocks
+    salt: bytes = b""
+    priority: int = 0  # lower = earlier
+    last_worker: str = ""
+    alone: bool = False  # poison rule: run with no batch-mates
+    deadline_ms: int = 0
+
+
+class Accepted(Leg, frozen=True, kw_only=True):
+    """scheduler -> gateway: this epoch is queued or placed by me. A duplicate is dropped."""
+
+    scheduler: str
+    term: int
+
+
+class NotLeader(Leg, frozen=True, kw_only=True):
+    """scheduler -> gateway: I do not lead; the epoch was not taken."""
+
+    scheduler: str
+    term: int  # highest heard
+    leader: str = ""  # who led when last heard
+
+
+# --- scheduler -> worker -> everyone -----------------------------------------------------------
+
+
+class Run(Message, frozen=True, kw_only=True):
+    """scheduler -> one worker: run (or adopt) this leg. A duplicate epoch is ignored.
+
+    Adopt: the worker runs this leg at a lower epoch, or finished it < 10 s ago, and its ids start
+    with `submit.output_ids`: it takes the new epoch and detokenizer, re-sends from there, goes on.
+    """
+
+    submit: Submit
+    scheduler: str
+    term: int
+    detokenizer: str
+
+
+class Started(Leg, frozen=True, kw_only=True):
+    """worker -> gateway: this epoch is mine now (counts as `Accepted`)."""
+
+    worker: str
+    detokenizer: str
+    num_cached_tokens: int = 0
+    adopted: bool = False
+
+
+class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """Log probability of one chosen id, and the best ids at its position (best first)."""
+
+    logprob: float
+    top_ids: bytes = b""  # packed
+    top_logprobs: tuple[float, ...] = ()
+
+
+End = Literal["", "stop", "length"]
+"""How the worker ended a leg at its last id: an end id, or max_tokens / the model's context."""
+
+
+class TextContext(Struct, frozen=True, array_like=True, gc=False):
+    """What a detokenizer needs to begin (or take up again) the text of a leg at any id.
+
+    `output_ids` are replayed silently: their text was released before, or is held back again.
+    """
+
+    prompt_tail: bytes  # last 8 prompt ids
+    output_ids: bytes
+    text: TextParams
+    logprobs: bool = False
+
+
+class StepRecord(Struct, frozen=True, array_like=True, gc=False):
+    """New ids of one leg. `context` is set on an epoch's first record and after > 2 s of silence."""
+
+    request_id: str
+    choice: int
+    epoch: int
+    gateway: str
+    index: int  # output index of the first id
+    ids: bytes
+    end: End = ""
+    logprobs: list[TokenLogprobs] | None = None
+    context: TextContext | None = None
+
+
+class StepDone(Message, frozen=True, kw_only=True):
+    """worker -> detokenizer, once per engine step: what the step produced.
+
+    Told apart by (leg, epoch, index); a record that begins before what is known is cut or dropped,
+    one that begins after it is a gap.
+    """
+
+    worker: str
+    step: int
+    records: list[StepRecord]
+
+
+class EndedLeg(Struct, frozen=True, array_like=True, gc=False):
+    """One leg that left a worker; `reason`: an `End`, cancelled, failed, reaped or moved."""
+
+    request_id: str
+    choice: int
+    epoch: int
+    reason: str
+    output_tokens: int
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """worker -> scheduler, with the step that ended them. Lost = beats correct the load."""
+
+    worker: str
+    legs: list[EndedLeg]
+
+
+class TokenText(Struct, frozen=True, array_like=True, gc=False):
+    """Log probability of one token as a client is shown it: its own text and raw bytes."""
+
+    logprob: float
+    token: str
+    raw: bytes
+    top: list[tuple[str, bytes, float]] = []  # token, raw, logprob; best first
+
+
+class TextRecord(Struct, frozen=True, array_like=True, gc=False):
+    """Ids of one leg, and the text that they release (maybe none, maybe that of earlier ids).
+
+    `finish_reason` rides in the record of its id; ids after the finishing one are cut.
+    """
+
+    request_id: str
+    choice: int
+    epoch: int
+    index: int  # output index of the first id
+    ids: bytes
+    text: str
+    finish_reason: str = ""  # "", "stop", "length"
+    stop_reason: str | int | None = None  # the stop string or stop id that matched
+    logprobs: list[TokenText] | None = None  # one per id, even if its text is held back
+
+
+class TextDelta(Message, frozen=True, kw_only=True):
+    """detokenizer -> gateway, one per step and gateway. The session drops what it has delivered."""
+
+    detokenizer: str
+    records: list[TextRecord]
+
+
+# --- ends, faults, questions -------------------------------------------------------------------
+
+
+class Cancel(Leg, frozen=True, kw_only=True):
+    """gateway (or a detokenizer that found a stop string) -> holder and scheduler: end all epochs
+    up to this one and keep a tombstone. Lost = the lease runs out. Duplicates do nothing.
+    """
+
+    reason: str = "client"
+
+
+class Failed(Leg, frozen=True, kw_only=True):
+    """anyone -> session's gateway: this leg cannot go on here. `choice` -1 = the whole request.
+
+    `retryable` decides between re-drive and end. `started` = it happened after `Started`, so it
+    counts as an attempt.
+    """
+
+    code: Code
+    detail: str
+    retryable: bool = False
+    started: bool = False
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+class RouteLost(Leg, frozen=True, kw_only=True):
+    """scheduler, worker or detokenizer -> gateway: this epoch has lost its way; re-drive it.
+
+    `reason`: gap, unknown_leg, worker_lost, detokenizer_lost, drain, preempted.
+    """
+
+    reason: str
+    term: int = 0  # of the scheduler that says so; 0 from others
+
+
+class Lost(Message, frozen=True, kw_only=True):
+    """leader -> every gateway: this instance is dead or hung; re-drive the legs that name it."""
+
+    instance: str
+    scheduler: str
+    term: int
+    hung: bool = False
+
+
+class RenewLeg(Struct, frozen=True, array_like=True, gc=False):
+    """One question of a `Renew`."""
+
+    request_id: str
+    choice: int
+    epoch: int
+    delivered: int
+
+
+class Renew(Message, frozen=True, kw_only=True):
+    """gateway -> holder (scheduler until `Started`, then the worker), once a second."""
+
+    gateway: str
+    legs: list[RenewLeg]
+
+
+LegState = Literal["queued", "placed", "prefill", "decode", "paused", "done", "unknown"]
+
+
+class RenewedLeg(Struct, frozen=True, array_like=True, gc=False):
+    """One answer of a `Renewed`; `sent` = ids sent to the detokenizer so far (all epochs)."""
+
+    request_id: str
+    choice: int
+    epoch: int
+    state: LegState
+    sent: int = 0
+    worker: str = ""  # with `placed`
+    detokenizer: str = ""
+
+
+class Renewed(Message, frozen=True, kw_only=True):
+    """holder -> gateway: the answer to a `Renew`."""
+
+    holder: str
+    legs: list[RenewedLeg]
+
+
+# --- liveness and leadership -------------------------------------------------------------------
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """everyone -> `subjects.beat(role, instance)`: alive; counters, no lists.
+
+    Workers and detokenizers every 100 ms, others every 250 ms. `phase_age_ms` and `phase_bound_ms`
+    describe what the worker's engine is in now; hung = `step` still while age > bound.
+    """
+
+    instance: str
+    role: str
+    seq: int
+    ready: bool = True
+    draining: bool = False
+    term: int = 0  # highest scheduler term heard
+    model: str = ""
+    load: int = 0  # running legs, or requests in hand
+    waiting: int = 0
+    step: int = 0
+    phase: str = ""
+    phase_age_ms: int = 0
+    phase_bound_ms: int = 0
+    free_blocks: int = 0  # free or evictable
+    total_blocks: int = 0
+    block_size: int = 0
+    max_legs: int = 0
+    max_model_len: int = 0
+    prefill_tokens_waiting: int = 0
+    step_tokens: int = 0  # prefill budget of one step
+
+
+class Beacon(Message, frozen=True, kw_only=True):
+    """leader -> `subjects.beacon(pool)` every 250 ms. A higher (term, scheduler) wins.
+
+    `max_model_len` and `workers` let gateways refuse early and answer `/ready`.
+    """
+
+    scheduler: str
+    term: int
+    pool: str
+    model: str = ""
+    workers: int = 0  # alive and ready
+    max_model_len: int = 0
+    queued: int = 0
+
+
+class Died(Message, frozen=True, kw_only=True):
+    """supervisor (or a worker's I/O process for its engine) -> `subjects.DIED`: the pid is gone."""
+
+    instance: str
+    reason: str
+
+
+# --- worker <-> kv_tier ------------------------------------------------------------------------
+
+
+class LookupBlocks(Message, frozen=True, kw_only=True):
+    """worker -> kv_tier: how many of these blocks, from the first, are in L2?"""
+
+    lookup_id: int
+    worker: str
+    block_hashes: bytes
+
+
+class BlocksFound(Message, frozen=True, kw_only=True):
+    """kv_tier -> worker: the longest prefix found (0 = miss). Late or lost = a miss."""
+
+    lookup_id: int
+    kv_tier: str
+    num_blocks: int
+
+
+# --- one union per mailbox ---------------------------------------------------------------------
+
+ToTokenizer = Generate | Detokenize | Died
+ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died | RouteLost
+ToWorker = Run | Cancel | Renew | Beat | Beacon | BlocksFound
+ToDetokenizer = StepDone | Cancel
+ToKvTier = LookupBlocks
+ToGateway = (
+    Tokenized
+    | Detokenized
+    | Accepted
+    | NotLeader
+    | Started
+    | TextDelta
+    | Failed
+    | RouteLost
+    | Lost
+    | Renewed
+    | Beacon
+    | Beat
+    | Died
+)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """MessagePack bytes of `message`, tag included."""
+    return _encoder.encode(message)

@@ -1,0 +1,30 @@
+"""Subjects on the bus. Internal ones live in their own NATS account (ADR 2)."""
+
+PUBLIC = "shoal.v1"
+INTERNAL = "mesh.v1"
+
+GENERATE = f"{PUBLIC}.generate"
+REPLAY = f"{PUBLIC}.replay"
+JOBS = f"{PUBLIC}.jobs"
+
+DIED = f"{INTERNAL}.died"
+
+
+def inbox(instance: str) -> str:
+    """The mailbox of one instance; new at every start, so a late message finds nobody."""
+    return f"{INTERNAL}.in.{instance}"
+
+
+def everyone(role: str) -> str:
+    """Every instance of a role."""
+    return f"{INTERNAL}.all.{role}"
+
+
+def beat(role: str, instance: str = "*") -> str:
+    """Heartbeats of one instance, or of all of a role."""
+    return f"{INTERNAL}.beat.{role}.{instance}"
+
+
+def beacon(pool: str) -> str:
+    """Where the leader of a pool shows itself."""
+    return f"{INTERNAL}.beacon.{pool}"
