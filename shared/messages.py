@@ -194,7 +194,7 @@ class TextContext(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepRecord(Struct, frozen=True, array_like=True, gc=False):
-    """New ids of one leg. `context` is set on an epoch's first record and after > 2 s of silence."""
+    """New ids of one leg. `context` is set first in an epoch and after > 2 s of silence."""
 
     request_id: str
     choice: int
