@@ -1,0 +1,76 @@
+"""Take any one process away and the answer goes on."""
+
+import asyncio
+import os
+import random
+
+import openai
+import pytest
+
+from tests.mesh.cluster import Mesh
+
+SEED = int(os.environ.get("SEED", "1"))
+
+
+async def answer(client: openai.AsyncOpenAI, model: str, number: int, tokens: int = 200) -> str:
+    """Stream one deterministic answer of exactly `tokens` ids."""
+    stream = await client.completions.create(
+        model=model,
+        prompt=f"Story number {number}.",
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    text, finishes, usage = "", [], None
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.text
+            if choice.finish_reason:
+                finishes.append(choice.finish_reason)
+    assert finishes == ["length"]
+    assert usage is not None
+    assert usage.completion_tokens == tokens
+    return text
+
+
+async def test_worker_death_is_not_seen_by_clients(sim_mesh: Mesh) -> None:
+    """SIGKILL one of two workers under 8 streams: all finish with the text of a calm run."""
+    print(f"SEED={SEED}")
+    async with sim_mesh.client() as client:
+        calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
+        streams = [asyncio.create_task(answer(client, sim_mesh.model, n)) for n in range(8)]
+        await busy(sim_mesh)
+        victim = random.Random(SEED).choice(["gpu_worker-0", "gpu_worker-1"])
+        assert sim_mesh.shoal("kill", victim).returncode == 0
+        stormy = await asyncio.gather(*streams)
+
+    assert stormy == calm
+    assert sim_mesh.restarts() >= 1
+    metrics = await sim_mesh.metrics()
+    assert metrics["shoal:redrives_total"] > 0, "the fault hit nobody"
+    await sim_mesh.quiet()
+
+
+async def busy(mesh: Mesh) -> None:
+    """Wait until both workers run legs."""
+    async with asyncio.timeout(20):
+        while not all(
+            process["load"] for process in await asyncio.to_thread(mesh.processes, "gpu_worker")
+        ):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "detokenizer", "kv_tier", "gateway"])
+async def test_an_idle_service_killed_comes_back(sim_mesh: Mesh, role: str) -> None:
+    """Kill a service while nothing runs: it is restarted, and the next request works."""
+    async with sim_mesh.client() as client:
+        before = await answer(client, sim_mesh.model, 1, tokens=20)
+        assert sim_mesh.shoal("kill", f"{role}-0").returncode == 0
+        await sim_mesh.all_ready()
+        after = await answer(client, sim_mesh.model, 1, tokens=20)
+
+    assert after == before
+    assert sim_mesh.restarts() == 1
