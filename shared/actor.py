@@ -1,0 +1,434 @@
+"""The thin shell around a pure core: mailbox, timer, heartbeats, drain and failure.
+
+One actor per process, one event loop, no locks: everything below runs on the loop, and nothing
+here waits while it holds a half-changed core.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+import msgspec
+import uvloop
+
+from shared import metrics, subjects
+from shared.bus import Bus, Delivery
+from shared.clock import Clock, monotonic
+from shared.config import Launch, Status
+from shared.core import Core
+from shared.errors import Code, InvalidRequest, Unavailable
+from shared.log import Throttle, configure, log
+from shared.mailbox import Mailbox, Queued
+from shared.messages import (
+    Beat,
+    Detokenize,
+    Failed,
+    Generate,
+    Message,
+    Run,
+    StepDone,
+    Submit,
+    encode,
+)
+from shared.micro import Micro
+from shared.nats_bus import NatsBus
+
+BATCH = 256  # messages handled before the loop gets its turn again
+LATE_S = 0.25  # later than this, the process slept and knows nothing of its peers
+STATUS_S = 0.25
+STOP_S = 5.0  # for `on_stop`; after that the process ends anyway
+
+
+class Named(NamedTuple):
+    """Whom to tell that a message could not be handled."""
+
+    gateway: str
+    request_id: str
+    choice: int
+    epoch: int
+
+
+def named_by(message: Any) -> Iterator[Named]:
+    """The legs that `message` is about, where it also names their gateway."""
+    match message:
+        case Generate() | Detokenize():
+            yield Named(message.gateway, message.request_id, -1, message.attempt)
+        case Submit():
+            yield Named(message.gateway, message.request_id, message.choice, message.epoch)
+        case Run():
+            yield from named_by(message.submit)
+        case StepDone():
+            for record in message.records:
+                yield Named(record.gateway, record.request_id, record.choice, record.epoch)
+
+
+def deadline_s(message: Any) -> float | None:
+    """What remained for `message` when it was sent; None = it carries no deadline."""
+    carrier = message.submit if isinstance(message, Run) else message
+    deadline_ms: int = getattr(carrier, "deadline_ms", 0)
+    return deadline_ms / 1000 if deadline_ms > 0 else None
+
+
+class Actor:
+    """One service process. Subclasses name `role` and `mailbox` and add what their core needs.
+
+    Order of a life: beats and status lines start (not ready) -> `on_start` -> subscribe -> ready ->
+    `on_ready` ... `stop()` -> draining -> `drain` -> `on_stop`. `on_start` must not block the loop
+    (a process silent for 10 s is killed); put long work in a thread.
+
+    An exception out of the core: every leg that the message names is told `Failed(internal)`.
+    Then the process goes on if `survives_errors` (its core keeps no state between messages), else
+    it ends with the error, because its state may be wrong, and the supervisor starts it afresh.
+    """
+
+    role: ClassVar[str]
+    mailbox: ClassVar[Any]
+    """Union of the messages it takes; decoded by one typed decoder."""
+    beat_s: ClassVar[float] = 0.25
+    tick_s: ClassVar[float] = 0.05
+    drain_s: ClassVar[float] = 10.0
+    mailbox_limit: ClassVar[int] = 8192  # messages per lane; two seconds of a busy detokenizer
+    survives_errors: ClassVar[bool] = False
+
+    def __init__(
+        self, launch: Launch, bus: Bus, core: Core[Any] | None, clock: Clock = monotonic
+    ) -> None:
+        self.launch = launch
+        self.instance = launch.instance
+        self.bus = bus
+        self.core = core
+        self.clock = clock
+        self.ready = False
+        self.draining = False
+        self.detail = ""  # the stage while starting, shown by `shoal status`
+        self.handled = 0
+        self.errors = 0
+        self._queue = Mailbox(self.mailbox_limit)
+        self._decoder = msgspec.msgpack.Decoder(self.mailbox)
+        self._work_scheduled = False
+        self._stop = asyncio.Event()
+        self._fatal: Exception | None = None
+        self._beats = 0
+        self._next_beat = self._next_status = float("-inf")
+        self._due = self.clock() + self.tick_s
+        self._up = True
+        self._reconnects = bus.reconnects
+        self._throttle = Throttle()
+        self._started = datetime.datetime.now(datetime.UTC).isoformat()
+        self._micro = Micro(launch, self._listens(), {"pool": launch.pool, "proto": "1"})
+
+    # --- for subclasses ------------------------------------------------------------------------
+
+    def subjects(self) -> list[str]:
+        """Extra subjects to listen on; the own inbox and everyone of the role are always on."""
+        return []
+
+    def on_payload(self, payload: bytes) -> None:
+        """One payload from the bus: decode it and queue it."""
+        now = self.clock()
+        try:
+            message = self._decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            self.errors += 1
+            self._drop("decode")
+            self._throttle.warning("undecodable", now, size=len(payload), error=str(error))
+            return
+        if self._queue.put(message, now) is not None:
+            self._drop("full")
+            self._throttle.warning("mailbox_full", now, limit=self.mailbox_limit)
+        if not self._work_scheduled:
+            self._work_scheduled = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def receive(self, message: Any, now: float) -> None:
+        """Handle one decoded message; the core's `receive` unless overridden."""
+        if self.core is not None:
+            self.core.receive(message, now)
+
+    def tick(self, now: float) -> None:
+        """What time brings, every `tick_s`; the core's `tick` unless overridden."""
+        if self.core is not None:
+            self.core.tick(now)
+
+    def beat(self) -> Beat:
+        """The next heartbeat; override with `msgspec.structs.replace(super().beat(), ...)`."""
+        self._beats += 1
+        return Beat(
+            instance=self.instance,
+            role=self.role,
+            seq=self._beats,
+            ready=self.ready,
+            draining=self.draining,
+        )
+
+    def status(self) -> Status:
+        """What the supervisor is told."""
+        state = "draining" if self.draining else "ready" if self.ready else "starting"
+        return Status(state=state, detail=self.detail)
+
+    async def on_start(self) -> None:
+        """Load and connect, before the first message is taken."""
+
+    async def on_ready(self) -> None:
+        """Subscribed and ready."""
+
+    async def drain(self) -> None:
+        """Return when nothing is left to wait for; cancelled after `drain_s`."""
+
+    async def on_stop(self) -> None:
+        """Close what `on_start` opened; also after a failure."""
+
+    def on_disconnected(self, now: float) -> None:
+        """The bus is gone: by default the core is told, if it wants to know."""
+        self._tell_core("connection_lost", now)
+
+    def on_reconnected(self, now: float) -> None:
+        """The bus is back, and messages were lost: by default the core is told."""
+        self._tell_core("reconnected", now)
+
+    # --- for the outside -----------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Publish what the core has put out. Call after touching the core outside the loop here."""
+        if self.core is None:
+            return
+        for subject, message in self.core.outbox.take():
+            self.publish(subject, message)
+
+    def publish(self, subject: str, message: Message) -> None:
+        """Send one message; one that the bus refuses fails the leg it is about."""
+        try:
+            self.bus.publish(subject, encode(message))
+        except InvalidRequest as error:
+            self._drop("unsendable")
+            log.error(
+                "unsendable", subject=subject, kind=type(message).__name__, error=error.detail
+            )
+            if not isinstance(message, Failed):
+                self._fail_legs(message, "invalid_request", error.detail)
+
+    def stop(self) -> None:
+        """Drain, then end `run`."""
+        self._stop.set()
+
+    def fail(self, error: Exception) -> None:
+        """End `run` with `error` at once, without draining."""
+        if self._fatal is None:
+            self._fatal = error
+        self._stop.set()
+
+    def look_at_connection(self) -> None:
+        """Notice that the bus went away or came back. The timer looks too; this is only sooner."""
+        self._look(self.clock())
+        self.flush()
+
+    async def run(self) -> None:
+        """Live until `stop()` (returns) or a failure (raises it)."""
+        timer = asyncio.create_task(self._timer())
+        start = asyncio.create_task(self._start())
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({start, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()  # raises what start-up raised
+            await stopping
+            if self._fatal is not None:
+                raise self._fatal
+            await self._drain()
+        finally:
+            for task in (start, stopping):
+                task.cancel()
+            self.ready = False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_S):
+                    await self.on_stop()
+            timer.cancel()
+            await asyncio.gather(timer, start, stopping, return_exceptions=True)
+            self.flush()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _listens(self) -> list[str]:
+        return [subjects.inbox(self.instance), subjects.everyone(self.role), *self.subjects()]
+
+    async def _start(self) -> None:
+        await self.on_start()
+        for subject in self._listens():
+            await self.bus.subscribe(subject, self._on_delivery)
+        for subject in self._micro.subjects():
+            await self.bus.subscribe(subject, self._on_question)
+        self.ready = True
+        self._report(self.clock())
+        await self.on_ready()
+        log.info("ready")
+
+    async def _drain(self) -> None:
+        self.draining = True
+        log.info("draining")
+        self._report(self.clock())
+        try:
+            async with asyncio.timeout(self.drain_s):
+                await self.drain()
+        except TimeoutError:
+            log.warning("drain_timeout", after_s=self.drain_s)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        self.on_payload(delivery.payload)
+
+    def _on_question(self, delivery: Delivery) -> None:
+        if delivery.reply:
+            answer = self._micro.answer(delivery.subject, self._started, self.handled, self.errors)
+            self.bus.publish(delivery.reply, answer)
+
+    def _work(self) -> None:
+        """Handle what has arrived since the last turn of the loop."""
+        self._work_scheduled = False
+        now = self.clock()
+        self._look(now)
+        for queued in self._queue.take(BATCH):
+            self._handle(queued, now)
+            if self._fatal is not None:
+                break
+        self.flush()
+        if len(self._queue) and self._fatal is None:
+            self._work_scheduled = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _handle(self, queued: Queued, now: float) -> None:
+        message = queued.message
+        remained = deadline_s(message)
+        if remained is not None and now - queued.arrived > remained:
+            self._drop("expired")
+            self._fail_legs(message, "deadline_exceeded", f"waited too long in a {self.role}")
+            return
+        try:
+            self.receive(message, now)
+        except Exception as error:  # noqa: BLE001 our bug: the legs are told, then see `_raised`
+            self._fail_legs(message, "internal", f"a {self.role} failed: {type(error).__name__}")
+            self._raised(error, handling=type(message).__name__)
+        else:
+            self.handled += 1
+            metrics.MESSAGES.labels(self.role).inc()
+
+    async def _timer(self) -> None:
+        while True:
+            self._due = self.clock() + self.tick_s
+            await asyncio.sleep(self.tick_s)
+            now = self.clock()
+            try:
+                self._look(now)
+                self.tick(now)
+                self._report(now, only_due=True)
+            except Exception as error:  # noqa: BLE001 our bug: see `_raised`
+                self._raised(error, handling="tick")
+            self.flush()
+
+    def _look(self, now: float) -> None:
+        """Before anything is judged: have I slept, has the connection been away?"""
+        late = now - self._due
+        metrics.TICK_LATENESS.labels(self.role).observe(max(0.0, late))
+        up, reconnects = self.bus.connected, self.bus.reconnects
+        if self._up and (not up or reconnects != self._reconnects):
+            self._up = False
+            log.warning("bus_down")
+            self.on_disconnected(now)
+        came_back = up and not self._up
+        if came_back:
+            self._up = True
+            self._reconnects = reconnects
+            log.info("bus_up", reconnects=reconnects)
+            self.on_reconnected(now)
+        if late > LATE_S or came_back or not up:
+            if late > LATE_S:
+                log.warning("slept", late_s=round(late, 3))
+                metrics.SLEPT.labels(self.role).inc()
+            self._due = now
+            self._tell_core("slept", now)
+
+    def _report(self, now: float, *, only_due: bool = False) -> None:
+        """Heartbeat and status line."""
+        soon = now + self.tick_s / 2  # a tick that comes a little early is not a tick too early
+        if not only_due or soon >= self._next_beat:
+            self._next_beat = now + self.beat_s
+            self.publish(subjects.beat(self.role, self.instance), self.beat())
+        if not only_due or soon >= self._next_status:
+            self._next_status = now + STATUS_S
+            metrics.MAILBOX_DEPTH.labels(self.role).set(len(self._queue))
+            self._write_status()
+
+    def _write_status(self) -> None:
+        if self.launch.status_fd is None:
+            return
+        # A full pipe means that the supervisor does not read now; it will see the next line.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.launch.status_fd, msgspec.json.encode(self.status()) + b"\n")
+
+    def _tell_core(self, what: str, now: float) -> None:
+        hook: Callable[[float], None] | None = getattr(self.core, what, None)
+        if hook is not None:
+            hook(now)
+
+    def _fail_legs(self, message: Any, code: Code, detail: str) -> None:
+        retryable = code == "internal"
+        for gateway, request_id, choice, epoch in named_by(message):
+            failed = Failed(
+                request_id=request_id,
+                choice=choice,
+                epoch=epoch,
+                code=code,
+                detail=detail,
+                retryable=retryable,
+            )
+            self.publish(subjects.inbox(gateway), failed)
+
+    def _raised(self, error: Exception, handling: str) -> None:
+        self.errors += 1
+        self._drop("raised")
+        log.error("core_raised", handling=handling, exc_info=error)
+        if not self.survives_errors:
+            self.fail(error)
+
+    def _drop(self, reason: str) -> None:
+        metrics.DROPPED.labels(self.role, reason).inc()
+
+
+def run_service(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> None:
+    """The whole life of a service process; exits 0 after a drain and 1 after a failure."""
+    configure(launch.role, launch.instance)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        failed = runner.run(_serve(launch, make))
+    sys.exit(1 if failed else 0)
+
+
+async def _serve(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> bool:
+    """True when the process failed."""
+    if launch.status_fd is not None:
+        os.set_blocking(launch.status_fd, False)
+    try:
+        bus = await NatsBus.connect(
+            launch.nats_url, launch.nats_user, launch.nats_password, name=launch.instance
+        )
+    except Unavailable as error:
+        log.error("no_bus", error=error.detail)
+        return True
+    actor = make(launch, bus)
+    bus.on_disconnected = bus.on_reconnected = actor.look_at_connection
+    bus.on_closed = lambda reason: actor.fail(Unavailable(f"the bus is closed for good: {reason}"))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, actor.stop)
+    try:
+        await actor.run()
+    except Exception as error:  # noqa: BLE001 the last frame: say why, then end
+        log.critical("failed", exc_info=error)
+        return True
+    finally:
+        bus.on_disconnected = bus.on_reconnected = lambda: None
+        bus.on_closed = lambda _reason: None
+        await bus.close()
+    return False
