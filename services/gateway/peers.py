@@ -27,13 +27,6 @@ class Leader:
         self.max_model_len = beacon.max_model_len or self.max_model_len
         return changed
 
-    def hear_of(self, term: int, instance: str) -> bool:
-        """Someone else names the leader. True when it is a later one than ours."""
-        if not instance or (term, instance) <= (self.term, self.instance):
-            return False
-        self.term, self.instance = term, instance
-        return True
-
 
 class Tokenizers:
     """Live tokenizers and how many of our questions each has in hand."""

@@ -82,6 +82,11 @@ class Leg:
         """Whom to ask about the epoch: its worker once known, its scheduler until then."""
         return self.worker or self.scheduler
 
+    @property
+    def poisonous(self) -> bool:
+        """Its workers died once too often, the last time when it ran alone."""
+        return self.deaths > DEATHS_BEFORE_ALONE
+
     def ended_by_ids(self) -> str:
         """The finish reason that the delivered ids alone imply, "" for none."""
         if self.delivered >= self.sampling.max_tokens:
@@ -96,7 +101,7 @@ class Leg:
         if cause in ATTEMPTS:
             self.attempts += 1
             self.deaths += cause == "worker_death"
-            if self.attempts > ATTEMPTS_MAX or self.deaths > DEATHS_BEFORE_ALONE:
+            if self.attempts > ATTEMPTS_MAX or self.poisonous:
                 return False
         wait = 0.0
         if cause not in UNCOUNTED:

@@ -3,14 +3,15 @@
 Every fault downstream ends in `_redrive`: a lost message, a dead process, a reconnect, a hang.
 """
 
-import heapq
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 
 from msgspec import Struct
 
+from services.gateway.clocks import Deadlines, Renewals
 from services.gateway.events import Emit, SessionSpec
 from services.gateway.peers import Leader
+from services.gateway.redrives import Redrives
 from services.gateway.session import Cause, Leg, Session
 from services.gateway.tokenizing import Tokenizing
 from shared.core import Outbox
@@ -20,7 +21,6 @@ from shared.errors import (
     DeadlineExceeded,
     MeshError,
     Overloaded,
-    Unavailable,
 )
 from shared.liveness import Watcher
 from shared.messages import (
@@ -33,9 +33,7 @@ from shared.messages import (
     Failed,
     Lost,
     NotLeader,
-    Renew,
     Renewed,
-    RenewLeg,
     RouteLost,
     Started,
     TextDelta,
@@ -44,13 +42,6 @@ from shared.messages import (
     Tokenized,
 )
 from shared.subjects import inbox
-
-RENEW_S = 1.0
-RENEW_JITTER = 0.1  # of the period, so that gateways do not beat in time
-QUICK_RENEW_S = 0.25  # for QUICK_FOR_S after our own reconnect: find lost tails soon
-QUICK_FOR_S = 1.5
-RENEW_LEGS_MAX = 1024  # in one message, about 50 KB
-REDRIVE_JITTER_S = 0.05
 
 LOST: dict[str, Cause] = {"worker_lost": "worker_death", "detokenizer_lost": "detokenizer_death"}
 
@@ -74,24 +65,22 @@ class SessionTable:
         self, gateway: str, pool: str, rng: random.Random, limits: Limits | None = None
     ) -> None:
         self.outbox = Outbox()
-        self.counters: Counter[str] = Counter()  # redrive_<cause>, end_<code>, dropped_<why>
+        self.counters: Counter[str] = Counter()  # end_<code>, dropped_<why>
         self._gateway = gateway
         self._pool = pool
         self._rng = rng
         self._limits = limits or Limits()
         self._leader = Leader()
         self._watcher = Watcher()
+        self._redrives = Redrives(
+            gateway, self._leader, self.outbox, rng, self._limits.redrives_per_s
+        )
+        self._renewals = Renewals(gateway, self.outbox, rng)
         self._tokenizing = Tokenizing(gateway, self.outbox)
         self._sessions: dict[str, Session] = {}
         self._num_legs = 0
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines = Deadlines()
         self._waiting: dict[str, Session] = {}  # tokenized, but the model's context is not known
-        self._pending: dict[Leg, Session] = {}
-        self._unaccepted: dict[Leg, Session] = {}
-        self._budget = 0.0  # re-drives that may be sent now
-        self._budget_at: float | None = None
-        self._renew_at: float | None = None
-        self._quick_until = 0.0
 
     @property
     def leader(self) -> str:
@@ -123,6 +112,11 @@ class SessionTable:
         return len(self._sessions)
 
     @property
+    def redrives(self) -> Counter[str]:
+        """Submits that were planned again, by cause."""
+        return self._redrives.counters
+
+    @property
     def num_legs(self) -> int:
         return self._num_legs
 
@@ -144,7 +138,7 @@ class SessionTable:
             return
         self._sessions[spec.request_id] = session
         self._num_legs += legs
-        heapq.heappush(self._deadlines, (session.deadline, spec.request_id))
+        self._deadlines.add(spec.request_id, session.deadline)
         self._tokenizing.begin(session, now)
         if self._watcher.connected:
             self._tokenizing.ask(spec.request_id, now)
@@ -163,8 +157,7 @@ class SessionTable:
         """Messages both ways may be lost: ask soon, but count no silence before now."""
         self._watcher.connected = True
         self._restart(now)
-        self._quick_until = now + QUICK_FOR_S
-        self._renew_at = now + self._jitter()
+        self._renewals.reconnected(now)
 
     # --- messages ---
 
@@ -187,10 +180,8 @@ class SessionTable:
             case Beat():
                 if message.role == "tokenizer":
                     self._tokenizing.beat(message, now)
-            case Died():
-                self._tokenizing.died(message.instance)
-            case Lost():
-                self._on_lost(message, now)
+            case Died() | Lost():
+                self._on_gone(message, now)
             case Detokenized():
                 self.counters["dropped_detokenized"] += 1  # the edge reads its own before us
 
@@ -198,19 +189,17 @@ class SessionTable:
         """Judge what time has made true: our own sleep first, deadlines even when cut off."""
         if self._watcher.slept(now):
             self._restart(now)
-        self._end_overdue(now)
+        for request_id in self._deadlines.overdue(self._sessions, len(self._sessions), now):
+            session = self._sessions[request_id]
+            self._end(session, DeadlineExceeded(f"no answer in {session.spec.timeout_s:g} s."))
         if not self._watcher.connected:
             return
         for request_id, error in self._tokenizing.tick(now):
             self._end(self._sessions[request_id], error)
-        for leg, session in list(self._unaccepted.items()):
-            if now >= leg.due:
-                self._redrive(session, leg, "resend", now)
-        self._send_due(now)
-        if self._renew_at is None:
-            self._renew_at = now + RENEW_S * self._rng.random()
-        if now >= self._renew_at:
-            self._renew(now)
+        for session in self._redrives.send_due(now):
+            self._end_if_finished(session)
+        for session, leg in self._renewals.ask(self._sessions.values(), now):
+            self._redrive(session, leg, "unanswered", now)
 
     # --- opening ---
 
@@ -232,24 +221,8 @@ class SessionTable:
             self._end(session, error)
             return
         for leg in session.legs:
-            leg.due = now
-            self._submit(session, leg, now)
+            self._redrives.submit(session, leg, now)
         self._end_if_finished(session)
-
-    def _submit(self, session: Session, leg: Leg, now: float) -> None:
-        """Send `leg` to the leader under a fresh epoch, or keep it due until there is one."""
-        if session.finish_by_ids(leg):
-            self._pending.pop(leg, None)
-            return
-        if not self._leader.instance or not self._watcher.connected:
-            self._pending[leg] = session
-            return
-        self._pending.pop(leg, None)
-        leg.submitted(self._leader.instance, now)
-        self._unaccepted[leg] = session
-        self.outbox.put(inbox(leg.scheduler), session.submit(leg, self._gateway, now))
-
-    # --- answers about one leg ---
 
     def _find(self, request_id: str, choice: int) -> tuple[Session, Leg] | None:
         session = self._sessions.get(request_id)
@@ -270,18 +243,16 @@ class SessionTable:
             case Started():
                 leg.placed(message.worker, message.detokenizer)
                 session.started(leg, message.num_cached_tokens)
-                self._unaccepted.pop(leg, None)
+                self._redrives.accepted(leg)
                 if leg.state != "pending":
                     leg.state = "running"
                 self._cancel_elsewhere(session, leg)
             case Accepted():
                 if message.term >= self.term:
-                    self._unaccepted.pop(leg, None)
-                    leg.accepted()
+                    self._redrives.accepted(leg)
             case NotLeader():
                 # Not taken. The re-send that is due anyway goes to whoever leads by then.
-                if self._leader.hear_of(message.term, message.leader) and leg.state == "submitted":
-                    self._redrive(session, leg, "leader", now)
+                self.counters["not_leader"] += 1
             case RouteLost():
                 if message.term == 0 or message.term >= self.term:
                     self._redrive(session, leg, LOST.get(message.reason, "moved"), now)
@@ -301,13 +272,13 @@ class SessionTable:
         if verdict == "drop":
             self.counters["dropped_text"] += 1
             return
-        self._unaccepted.pop(leg, None)
+        self._redrives.accepted(leg)
         if verdict == "gap":
             self._redrive(session, leg, "gap", now)
             return
         session.deliver(record)
         if leg.state == "ended":
-            self._pending.pop(leg, None)
+            self._redrives.forget(leg)
             self._end_if_finished(session)
 
     def _on_failed(self, message: Failed, now: float) -> None:
@@ -317,10 +288,12 @@ class SessionTable:
         kind = ERRORS.get(message.code, MeshError)
         error = kind(message.detail, param=message.param, retry_after_s=message.retry_after_s)
         if message.choice < 0:
-            if not message.retryable:
+            if message.request_id not in self._tokenizing:
+                self.counters["dropped_stranger"] += 1
+            elif message.retryable:
+                self._tokenizing.failed(message.request_id)
+            else:
                 self._end(session, error)
-            elif self._tokenizing.failed(message.request_id):
-                self.counters["tokenizer_failed"] += 1
             return
         found = self._find(message.request_id, message.choice)
         if found is None or found[1].epoch != message.epoch or found[1].state == "ended":
@@ -331,8 +304,7 @@ class SessionTable:
             self._end(session, error)
 
     def _on_renewed(self, message: Renewed, now: float) -> None:
-        quick = now < self._quick_until
-        apart_s = 0.8 * (QUICK_RENEW_S if quick else RENEW_S)
+        apart_s = self._renewals.apart_s(now)
         for answer in message.legs:
             found = self._find(answer.request_id, answer.choice)
             if found is None:
@@ -347,20 +319,19 @@ class SessionTable:
                 if cause is not None:
                     self._redrive(session, leg, cause, now)
 
-    def _on_lost(self, message: Lost, now: float) -> None:
+    def _on_gone(self, message: Died | Lost, now: float) -> None:
+        """A process is gone. Legs move on the leader's word only: it places nothing there now."""
         self._tokenizing.died(message.instance)
-        if message.term < self.term:
+        if isinstance(message, Died) or message.term < self.term:
             return
         for session in list(self._sessions.values()):
             for leg in session.legs:
-                if leg.state in ("pending", "ended"):
+                if message.instance not in (leg.worker, leg.detokenizer):
                     continue
+                cause: Cause = "detokenizer_death"
                 if leg.worker == message.instance:
-                    self._redrive(session, leg, "hang" if message.hung else "worker_death", now)
-                elif leg.detokenizer == message.instance:
-                    self._redrive(
-                        session, leg, "hang" if message.hung else "detokenizer_death", now
-                    )
+                    cause = "worker_death"
+                self._redrive(session, leg, "hang" if message.hung else cause, now)
 
     def _on_beacon(self, message: Beacon, now: float) -> None:
         if message.pool != self._pool:
@@ -377,8 +348,6 @@ class SessionTable:
                 if leg.state == "submitted" or (leg.state == "accepted" and not leg.worker):
                     self._redrive(session, leg, "leader", now)
 
-    # --- re-drives ---
-
     def _redrive(
         self,
         session: Session,
@@ -387,58 +356,12 @@ class SessionTable:
         now: float,
         error: MeshError | None = None,
     ) -> None:
-        """The one place where a leg is driven again. It goes out when `_send_due` says so."""
-        if leg.state in ("pending", "ended"):
+        """The one place where a leg is driven again, or its session ends for want of attempts."""
+        if session.ended:  # for the sake of an earlier leg
             return
-        self.counters[f"redrive_{cause}"] += 1
-        self._unaccepted.pop(leg, None)
-        if leg.plan(cause, now, 0.0 if cause == "resend" else self._jitter()):
-            self._pending[leg] = session
-        elif leg.deaths and not error:
-            self._end(session, MeshError(f"{leg.deaths} workers died while they ran this request."))
-        else:
-            self._end(session, error or Unavailable("every attempt to go on failed."))
-
-    def _send_due(self, now: float) -> None:
-        """Send due Submits, highest class first, at most `redrives_per_s`."""
-        rate = self._limits.redrives_per_s
-        elapsed = now - (self._budget_at if self._budget_at is not None else now - 1.0)
-        self._budget, self._budget_at = min(self._budget + elapsed * rate, rate / 10), now
-        if not self._pending or not self._leader.instance:
-            return
-        due = [leg for leg in self._pending if leg.due <= now]
-        due.sort(key=lambda leg: (self._pending[leg].spec.priority, leg.due))
-        for leg in due[: int(self._budget)]:
-            self._budget -= 1
-            session = self._pending[leg]
-            self._submit(session, leg, now)
-            self._end_if_finished(session)
-
-    def _jitter(self) -> float:
-        return self._rng.random() * REDRIVE_JITTER_S
-
-    # --- renewals and clocks ---
-
-    def _renew(self, now: float) -> None:
-        """Ask each holder about its legs, in one message."""
-        quick = now < self._quick_until
-        period = QUICK_RENEW_S if quick else RENEW_S
-        self._renew_at = now + period * (1 + RENEW_JITTER * (2 * self._rng.random() - 1))
-        questions: defaultdict[str, list[RenewLeg]] = defaultdict(list)
-        for session in list(self._sessions.values()):
-            for leg in session.legs:
-                if leg.state not in ("accepted", "running"):
-                    continue
-                if not quick and leg.ask():
-                    self._redrive(session, leg, "unanswered", now)
-                    continue
-                questions[leg.holder].append(
-                    RenewLeg(session.spec.request_id, leg.choice, leg.epoch, leg.delivered)
-                )
-        for holder, legs in questions.items():
-            for start in range(0, len(legs), RENEW_LEGS_MAX):
-                batch = legs[start : start + RENEW_LEGS_MAX]
-                self.outbox.put(inbox(holder), Renew(gateway=self._gateway, legs=batch))
+        end = self._redrives.plan(session, leg, cause, now, error)
+        if end is not None:
+            self._end(session, end)
 
     def _restart(self, now: float) -> None:
         """We slept or were cut off: nobody else's silence counts before `now`."""
@@ -447,21 +370,7 @@ class SessionTable:
         for session in self._sessions.values():
             for leg in session.legs:
                 leg.forget_questions()
-        for leg in self._unaccepted:
-            leg.due = max(leg.due, now + leg.resend_s)
-
-    # --- ends ---
-
-    def _end_overdue(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
-            session = self._sessions.get(request_id)
-            if session is not None:
-                timeout_s = session.spec.timeout_s
-                self._end(session, DeadlineExceeded(f"no answer within {timeout_s:g} s."))
-        if len(self._deadlines) > 64 + 4 * len(self._sessions):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sessions]
-            heapq.heapify(self._deadlines)
+        self._redrives.restart(now)
 
     def _end_if_finished(self, session: Session) -> None:
         if session.finished and not session.ended:
@@ -475,8 +384,7 @@ class SessionTable:
         self._tokenizing.close(request_id)
         self._waiting.pop(request_id, None)
         for leg in session.legs:
-            self._pending.pop(leg, None)
-            self._unaccepted.pop(leg, None)
+            self._redrives.forget(leg)
             if leg.state != "ended" and leg.epoch:
                 for holder in {leg.scheduler, leg.worker or leg.last_worker} - {""}:
                     self._put_cancel(session, leg, holder, leg.epoch, "ended")

@@ -39,6 +39,9 @@ class Tokenizing:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
     def begin(self, session: Session, now: float) -> None:
         self._open[session.spec.request_id] = Question(session, now)
 
@@ -80,13 +83,9 @@ class Tokenizing:
         self._give_up(question)
         return question.session
 
-    def failed(self, request_id: str) -> bool:
-        """A tokenizer cannot answer now: try the next at the next tick. False for a stranger."""
-        question = self._open.get(request_id)
-        if question is None:
-            return False
-        self._give_up(question)
-        return True
+    def failed(self, request_id: str) -> None:
+        """A tokenizer cannot answer now: the next is asked at the next tick."""
+        self._give_up(self._open[request_id])
 
     def beat(self, beat: Beat, now: float) -> None:
         self.tokenizers.beat(beat, now)
