@@ -1,0 +1,234 @@
+"""Which sequences compute how many ids in the next step. Pure policy over the block pool."""
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.gpu_worker.block_pool import BlockPool
+from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.sequence import Sequence
+from shared.kv import BlockHash, extend_hash
+from shared.messages import LegState
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A sequence and its place in the order: lower priority number first, then arrival."""
+
+    sequence: Sequence
+    priority: int
+    arrival: int
+    alone: bool
+    running: bool = False
+    preempted: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.priority, self.arrival)
+
+    @property
+    def num_missing(self) -> int:
+        """Known ids that are not computed; 1 = the next step decodes."""
+        return self.sequence.num_tokens - self.sequence.num_computed_tokens
+
+
+def in_order(entry: Entry) -> tuple[int, int]:
+    """Sort key of `Batcher.waiting` and `Batcher.running`."""
+    return entry.order
+
+
+class Batcher:
+    """Continuous batching with chunked prefill under a token budget.
+
+    A *running* sequence holds blocks for all its known ids; a *waiting* one holds none. When blocks
+    run out, the last in order is preempted: it keeps its ids, gives up its blocks and recomputes
+    later (or finds its own blocks still cached). The first in order always moves, so all end.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_legs: int, max_batched_tokens: int) -> None:
+        assert max_batched_tokens >= max_legs >= 1
+        self.pool = pool
+        self.max_legs = max_legs
+        self.max_batched_tokens = max_batched_tokens
+        self.waiting: list[Entry] = []
+        self.running: list[Entry] = []
+        self.num_preemptions = 0
+        self._entries: dict[Sequence, Entry] = {}
+        self._arrivals = 0
+
+    def add(self, sequence: Sequence, *, priority: int = 0, alone: bool = False) -> None:
+        """Queue `sequence`; the caller has checked that it fits the pool when alone in it.
+
+        `alone` = it runs only while nothing else runs here, so that it harms nobody.
+        """
+        entry = Entry(sequence, priority, self._arrivals, alone)
+        self._arrivals += 1
+        self._entries[sequence] = entry
+        insort(self.waiting, entry, key=in_order)
+
+    def remove(self, sequence: Sequence, *, forget: bool = False) -> None:
+        """Drop `sequence` and its blocks; `forget` = nobody may reuse what they hold."""
+        entry = self._entries.pop(sequence)
+        if forget:
+            self.pool.forget(sequence.block_table)
+        if entry.running:
+            self._stop(entry)
+        else:
+            self.waiting.remove(entry)
+
+    def state(self, sequence: Sequence) -> LegState:
+        """What it does: `prefill`, `decode`, or `paused` when it was preempted and waits."""
+        entry = self._entries[sequence]
+        if entry.running:
+            return "decode" if entry.num_missing == 1 else "prefill"
+        return "paused" if entry.preempted else "prefill"
+
+    def num_reusable_tokens(self, sequence: Sequence) -> int:
+        """How many ids of `sequence` the prefix cache holds now."""
+        return len(self._cached_prefix(sequence)) * self.pool.block_size
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Ids that wait to be computed before their sequences can decode."""
+        entries = self._entries.values()
+        return sum(e.num_missing for e in entries if not e.running or e.num_missing > 1)
+
+    def schedule(self) -> list[Scheduled]:
+        """The rows of the next step, decode rows first. Empty = nothing to do."""
+        batch: list[Scheduled] = []
+        budget = self.max_batched_tokens
+
+        # Decode: one id each. A victim comes after the row that needs its blocks, so no row that
+        # is already in the batch loses them.
+        for entry in [e for e in self.running if e.num_missing == 1]:
+            if entry.running and self._grow(entry):
+                batch.append(Scheduled(entry.sequence, 1))
+                budget -= 1
+
+        # Prefill: what is left of the budget goes down the order, part-way prompts and new ones
+        # alike. The first that cannot be admitted holds back those after it, or it would starve.
+        prefilling = [e for e in self.running if e.num_missing > 1]
+        admitting = True
+        computing: set[BlockHash] = set()
+        for entry in sorted([*prefilling, *self.waiting], key=in_order):
+            if budget == 0:
+                break
+            if not entry.running:
+                if not admitting:
+                    continue
+                cached = self._cached_prefix(entry.sequence)
+                if self._next_name(entry.sequence, cached) in computing:
+                    continue  # an earlier row computes that block; share it in a later step
+                admitting = self._may_admit(entry, cached)
+                if not admitting:
+                    continue
+                self._admit(entry, cached)
+            num_tokens = min(budget, entry.num_missing)
+            batch.append(Scheduled(entry.sequence, num_tokens))
+            budget -= num_tokens
+            computing.update(self._names_to_come(entry.sequence))
+        return batch
+
+    def commit(self, batch: list[Scheduled], sampled: list[Sampled | None]) -> None:
+        """Take the outcome of `schedule`'s batch; rows with a fault stay as they were."""
+        for row, outcome in zip(batch, sampled, strict=True):
+            if outcome is not None and outcome.fault:
+                continue
+            sequence = row.sequence
+            first_block = sequence.num_computed_tokens // self.pool.block_size
+            sequence.num_computed_tokens += row.num_tokens
+            if outcome is not None:
+                sequence.output_ids.append(outcome.token_id)
+            self._name_full_blocks(sequence, first_block)
+
+    def check_integrity(self) -> None:
+        """Assert that the blocks of the running sequences are all the used blocks there are."""
+        self.pool.check_integrity()
+        entries = [*self.running, *self.waiting]
+        assert len(entries) == len(self._entries)
+        held = {block for entry in self.running for block in entry.sequence.block_table}
+        assert len(held) == self.pool.num_blocks - self.pool.num_available
+        assert not any(entry.sequence.block_table for entry in self.waiting)
+        assert len(self.running) <= self.max_legs
+
+    # --- admission ---
+
+    def _may_admit(self, entry: Entry, cached: list[int]) -> bool:
+        if len(self.running) >= self.max_legs:
+            return False
+        if self.running and (entry.alone or self.running[0].alone):
+            return False
+        # Leave every running leg a block to grow into, or the newcomer is soon preempted again.
+        needed = self._blocks_for(entry.sequence) - len(cached) + self.pool.num_unused(cached)
+        return self.pool.num_available - needed >= len(self.running)
+
+    def _admit(self, entry: Entry, cached: list[int]) -> None:
+        sequence = entry.sequence
+        self.pool.share(cached)
+        fresh = self.pool.allocate(self._blocks_for(sequence) - len(cached))
+        sequence.block_table = cached + fresh
+        sequence.num_computed_tokens = len(cached) * self.pool.block_size
+        if not entry.preempted:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        entry.running = True
+        self.waiting.remove(entry)
+        insort(self.running, entry, key=in_order)
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of the known prefix; never the last id, whose logits must be computed."""
+        self._extend_names(sequence)
+        reusable = (sequence.num_tokens - 1) // self.pool.block_size
+        return self.pool.lookup(sequence.block_hashes[:reusable])
+
+    def _next_name(self, sequence: Sequence, cached: list[int]) -> BlockHash | None:
+        reusable = (sequence.num_tokens - 1) // self.pool.block_size
+        return sequence.block_hashes[len(cached)] if len(cached) < reusable else None
+
+    def _names_to_come(self, sequence: Sequence) -> Iterable[BlockHash]:
+        return sequence.block_hashes[sequence.num_computed_tokens // self.pool.block_size :]
+
+    # --- blocks ---
+
+    def _grow(self, entry: Entry) -> bool:
+        """Make room for the next id; False = `entry` itself had to be preempted."""
+        table = entry.sequence.block_table
+        if len(table) == self._blocks_for(entry.sequence):
+            return True
+        while self.pool.num_available == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is entry:
+                return False
+        table += self.pool.allocate(1)
+        return True
+
+    def _preempt(self, entry: Entry) -> None:
+        self._stop(entry)
+        entry.preempted = True
+        self.num_preemptions += 1
+        insort(self.waiting, entry, key=in_order)
+
+    def _stop(self, entry: Entry) -> None:
+        sequence = entry.sequence
+        self.running.remove(entry)
+        entry.running = False
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+
+    def _blocks_for(self, sequence: Sequence) -> int:
+        return -(-sequence.num_tokens // self.pool.block_size)
+
+    def _extend_names(self, sequence: Sequence) -> None:
+        names, size = sequence.block_hashes, self.pool.block_size
+        while (len(names) + 1) * size <= sequence.num_tokens:
+            parent = names[-1] if names else b""
+            ids = sequence.ids_from(len(names) * size, size)
+            names.append(extend_hash(parent, ids, sequence.salt))
+
+    def _name_full_blocks(self, sequence: Sequence, first: int) -> None:
+        end = sequence.num_computed_tokens // self.pool.block_size
+        if first < end:
+            self._extend_names(sequence)
+        for index in range(first, end):
+            self.pool.name(sequence.block_table[index], sequence.block_hashes[index])

@@ -1,0 +1,122 @@
+"""A model without weights: real paging, real KV reads, deterministic words."""
+
+import os
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+
+from services.gpu_worker.config import SimConfig
+from services.gpu_worker.runner import ModelSpec, Sampled, Scheduled
+from services.gpu_worker.sequence import Sequence
+from shared.ids import pack_ids
+from shared.kv import BLOCK_SIZE
+from shared.messages import TokenLogprobs
+
+_MASK = (1 << 64) - 1
+_UNWRITTEN = -1
+
+
+class SimulatedRunner:
+    """`ModelRunner` whose "KV" of a position is a digest of all ids up to it.
+
+    The digest of a position is read from the slot of the one before, through the block table, as
+    attention would. So a wrong table, a stale or foreign block, or a wrong resume changes every
+    word that follows. The next id is a function of that digest (and of the seed, unless greedy).
+    """
+
+    def __init__(
+        self,
+        config: SimConfig,
+        *,
+        words: Ids[int] | None = None,
+        end_ids: Ids[int] = (),
+        vocab_size: int = 0,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        """`words` = ids to answer with; `sleep` makes steps take their time, None = none at all."""
+        self._config = config
+        self._end_ids = list(end_ids)
+        self._words = words or range(vocab_size or config.vocab_size)
+        self._sleep = sleep
+        self._digests = [_UNWRITTEN] * (config.num_blocks * BLOCK_SIZE)
+        self.spec = ModelSpec(
+            name="simulated",
+            vocab_size=vocab_size or config.vocab_size,
+            max_model_len=config.max_model_len,
+            num_blocks=config.num_blocks,
+            block_size=BLOCK_SIZE,
+            end_ids=frozenset(end_ids),
+        )
+
+    def warm_up(self) -> None:
+        """Nothing is slow the first time."""
+
+    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+        started = time.monotonic()
+        outcomes = [self._compute(row) for row in batch]
+        if self._sleep is not None:
+            self._sleep(max(0.0, self._step_s(batch) - (time.monotonic() - started)))
+        return outcomes
+
+    def phase_bound_ms(self, batch: list[Scheduled]) -> int:
+        return 1000 + int(10_000 * self._step_s(batch))
+
+    def _step_s(self, batch: list[Scheduled]) -> float:
+        num_tokens = sum(row.num_tokens for row in batch)
+        return (self._config.step_ms + num_tokens * self._config.per_token_us / 1000) / 1000
+
+    def _compute(self, row: Scheduled) -> Sampled | None:
+        sequence, start = row.sequence, row.sequence.num_computed_tokens
+        digest = self._digest_at(sequence, start - 1) if start else 0
+        for position, token_id in enumerate(sequence.ids_from(start, row.num_tokens), start):
+            digest = _mix(digest, token_id)
+            self._digests[_slot(sequence, position)] = digest
+        return self._sample(sequence, digest) if row.samples else None
+
+    def _sample(self, sequence: Sequence, digest: int) -> Sampled:
+        config, sampling = self._config, sequence.sampling
+        if config.crash_id is not None and config.crash_id in sequence.prompt_ids:
+            os._exit(70)
+        if config.nan_id is not None and config.nan_id in sequence.prompt_ids:
+            return Sampled(0, fault="nan_logits")
+        if self._ends_here(sequence):
+            return Sampled(self._end_ids[0], self._logprobs(self._end_ids[0], digest, sequence))
+        draw = digest if sampling.temperature == 0 else _mix(digest, sampling.seed)
+        token_id = self._words[draw % len(self._words)]
+        return Sampled(token_id, self._logprobs(token_id, draw, sequence))
+
+    def _ends_here(self, sequence: Sequence) -> bool:
+        config, sampling = self._config, sequence.sampling
+        if not (config.output_tokens_max and self._end_ids) or sampling.ignore_eos:
+            return False
+        of_prompt = self._digest_at(sequence, len(sequence.prompt_ids) - 1)
+        spread = config.output_tokens_max - config.output_tokens_min + 1
+        length = config.output_tokens_min + of_prompt % spread
+        position = len(sequence.output_ids)
+        return position >= max(length - 1, sampling.min_tokens)
+
+    def _logprobs(self, token_id: int, draw: int, sequence: Sequence) -> TokenLogprobs | None:
+        count = sequence.sampling.logprobs
+        if count is None:
+            return None
+        chosen = -(draw % 1000) / 1000
+        others = [self._words[(draw + k) % len(self._words)] for k in range(1, count)]
+        top_ids = [token_id, *others][:count]
+        return TokenLogprobs(chosen, pack_ids(top_ids), tuple(chosen - k for k in range(count)))
+
+    def _digest_at(self, sequence: Sequence, position: int) -> int:
+        digest = self._digests[_slot(sequence, position)]
+        assert digest != _UNWRITTEN, "read of KV that was never written"
+        return digest
+
+
+def _slot(sequence: Sequence, position: int) -> int:
+    return sequence.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+def _mix(digest: int, value: int) -> int:
+    """One step of a 64-bit digest (the finalizer of splitmix64 over a running sum)."""
+    x = (digest + value * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
