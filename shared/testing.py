@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from shared.actor import Actor
 from shared.bus import Delivery, Handler
 from shared.errors import DeadlineExceeded, Unavailable
-from shared.nats_bus import check_publish
+from shared.nats_bus import publish_command
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 MAX_PENDING = 32 * 1024 * 1024
@@ -233,7 +233,7 @@ class MemoryBus:
 
     def _send(self, delivery: Delivery) -> bool:
         """False when it is known that nobody listens."""
-        check_publish(delivery, self._max_payload)
+        publish_command(*delivery, self._max_payload)
         if self._connected:
             return self.broker.route(delivery)
         waiting = sum(len(waits.payload) for waits in self._pending)
