@@ -5,10 +5,86 @@ import importlib
 import sys
 from pathlib import Path
 
+from deploy import chat, control, logs, supervisor
+from deploy.child import EX_CONFIG
+from deploy.config import ClusterConfig, load
+from deploy.errors import ClusterError
+from deploy.run_dir import RunDir
 from shared.config import ConfigError, read_launch
 
-EX_CONFIG = 78
-"""Exit status of a process that must not be restarted: its settings are wrong."""
+DEFAULT_RUN_DIR = Path(".run/default")
+ENGINES = {"real": "model", "sim": "sim"}
+
+
+def up(args: argparse.Namespace) -> int:
+    """Start a mesh and leave it running, or stay with it."""
+    config = configuration(args)
+    if args.foreground:
+        supervisor.foreground(config, args.run_dir)
+        return 0
+    ready = supervisor.detached(args.run_dir, args.given)
+    status = control.status(args.run_dir.path)
+    if not args.no_sample:
+        sys.stdout.write(f"\n> {chat.SAMPLE}\n")
+        question = [{"role": "user", "content": chat.SAMPLE}]
+        chat.say(chat.stream(status.host, status.port, status.model, question, chat.SAMPLE_TOKENS))
+    sys.stdout.write(f"\n{ready.base_url}/v1  (OpenAI API, model {status.model}, any key)\n")
+    return 0
+
+
+def supervise(args: argparse.Namespace) -> int:
+    """The detached supervisor."""
+    return supervisor.background(configuration(args), args.run_dir, args.report_fd)
+
+
+def configuration(args: argparse.Namespace) -> ClusterConfig:
+    """What the options say, as settings."""
+    overrides = list(args.settings)
+    if args.model is not None:
+        overrides.append(f'cluster.model="{args.model}"')
+    if args.port is not None:
+        overrides.append(f"cluster.port={args.port}")
+    if args.engine is not None:
+        overrides.append(f"gpu_worker.engine={ENGINES[args.engine]}")
+    return load(args.config, overrides)
+
+
+def down(args: argparse.Namespace) -> int:
+    """Stop a mesh; only its logs stay."""
+    if not supervisor.down(args.run_dir):
+        sys.stdout.write(f"No mesh was up in {args.run_dir.path}.\n")
+    return 0
+
+
+def status(args: argparse.Namespace) -> int:
+    """Show every process."""
+    found = control.status(args.run_dir.path)
+    sys.stdout.write(supervisor.as_json(found) if args.json else supervisor.as_table(found))
+    sys.stdout.write("\n")
+    return 0
+
+
+def show_logs(args: argparse.Namespace) -> int:
+    """Show the ends of logs."""
+    logs.show(logs.find(args.run_dir.logs, args.name), args.lines, args.follow)
+    return 0
+
+
+def talk(args: argparse.Namespace) -> int:
+    """Chat in the terminal."""
+    found = control.status(args.run_dir.path)
+    if args.once is None:
+        chat.converse(found.host, found.port, found.model)
+    else:
+        question = [{"role": "user", "content": args.once}]
+        chat.say(chat.stream(found.host, found.port, found.model, question))
+    return 0
+
+
+def signal(args: argparse.Namespace) -> int:
+    """SIGKILL, SIGSTOP or SIGCONT."""
+    control.ask(args.run_dir.path, args.command, args.name)
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -20,20 +96,84 @@ def run(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Every command and its options."""
-    top = argparse.ArgumentParser(prog="shoal", description=__doc__)
+    here = argparse.ArgumentParser(add_help=False)
+    here.add_argument(
+        "--run-dir",
+        type=lambda text: RunDir(Path(text)),
+        default=RunDir(DEFAULT_RUN_DIR),
+        metavar="DIR",
+        help=f"of the mesh; one per mesh (default: {DEFAULT_RUN_DIR})",
+    )
+    top = argparse.ArgumentParser(prog="shoal", description="LLM inference as a mesh.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    one = commands.add_parser("run", help="one service process (used by the supervisor)")
-    one.add_argument("role")
-    one.add_argument("--launch", type=Path, required=True)
-    one.set_defaults(function=run)
+
+    def command(name: str, function: object, text: str) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, parents=[here], help=text, description=text)
+        one.set_defaults(function=function)
+        return one
+
+    _up_options(command("up", up, "start a mesh, see it answer, keep it running"))
+    command("down", down, "stop a mesh; only its logs stay")
+    one = command("status", status, "every process: state, load, restarts")
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = command("logs", show_logs, "the end of each log, or of one")
+    one.add_argument("name", nargs="?", default="", help="gpu_worker-0, nats, supervisor, …")
+    one.add_argument("-f", "--follow", action="store_true", help="go on until Ctrl-C")
+    one.add_argument("-n", "--lines", type=int, default=logs.TAIL_LINES, metavar="N")
+    one = command("chat", talk, "talk to a running mesh")
+    one.add_argument("--once", metavar="PROMPT", help="one question, one streamed answer")
+    for verb, text in (
+        ("kill", "SIGKILL a process; it is started again"),
+        ("pause", "SIGSTOP a process; after 10 s of silence it is killed"),
+        ("resume", "SIGCONT a paused process"),
+    ):
+        command(verb, signal, text).add_argument("name", help="as in `shoal status`")
+    _hidden(commands, here)
     return top
 
 
+def _up_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("settings", nargs="*", metavar="SECTION.KEY=VALUE", help="over cluster.toml")
+    one.add_argument("--config", type=Path, metavar="FILE", help="over the default cluster.toml")
+    one.add_argument("--model", metavar="PATH", help="a .gguf file or a Hugging Face directory")
+    one.add_argument("--engine", choices=ENGINES, help="sim = no model is computed")
+    one.add_argument("--port", type=int, metavar="N", help="of HTTP; 0 = any free one")
+    one.add_argument("--no-sample", action="store_true", help="ask no question at the end")
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--foreground", action="store_true", help="stay; Ctrl-C stops the mesh")
+    how.add_argument("--detach", action="store_true", help="leave it running (the default)")
+
+
+def _hidden(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", here: argparse.ArgumentParser
+) -> None:
+    """What only Shoal itself calls; without `help`, argparse does not list them."""
+    one = commands.add_parser("supervise", parents=[here])
+    one.add_argument("--report-fd", type=int, required=True)
+    _up_options(one)
+    one.set_defaults(function=supervise)
+    one = commands.add_parser("run")
+    one.add_argument("role")
+    one.add_argument("--launch", type=Path, required=True)
+    one.set_defaults(function=run)
+
+
 def main() -> None:
-    """Entry point; errors of the user are one sentence."""
-    args = parser().parse_args()
+    """Entry point; what the user can mend is one sentence."""
+    given = sys.argv[1:]
+    args = parser().parse_args(given)
+    args.given = given[given.index(args.command) + 1 :]
     try:
         sys.exit(args.function(args))
     except ConfigError as error:
-        sys.stderr.write(f"shoal: {error}\n")
+        sys.stderr.write(f"{error}\n")
         sys.exit(EX_CONFIG)
+    except ClusterError as error:
+        sys.stderr.write(f"shoal: {error}\n")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""One child process: started so that it dies with us, heard on its status pipe, started again."""
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from deploy.restart import RestartPolicy, Restarts, Silence, SilencePolicy
+from deploy.servers import die_with_parent
+from shared.config import Status
+
+EX_CONFIG = 78
+"""Exit status of a process whose settings are wrong: to start it again would not help."""
+
+STATUS_LINE_MAX = 65536  # bytes; a child that writes longer lines is not ours
+PROBE_S = 0.02
+
+State = Literal["starting", "ready", "draining", "paused", "backoff", "failed", "stopped"]
+
+
+class Command(Struct, frozen=True):
+    """How to start one run of a child."""
+
+    argv: list[str]
+    env: Mapping[str, str]
+    pass_fds: tuple[int, ...] = ()
+
+
+class ChildSpec(Struct, frozen=True):
+    """A child that is always to be there."""
+
+    name: str  # gpu_worker-0
+    role: str
+    log: Path
+    command: Callable[[str, int], Command]  # instance, status fd -> how to start it
+    probe: Callable[[], Awaitable[bool]] | None = None
+    """Asked until it says that the child is ready; None = the child says so in `Status` lines."""
+    why_not: Callable[[], str] | None = None  # reads its log better than we do
+    restart: RestartPolicy = RestartPolicy()
+    silence: SilencePolicy = SilencePolicy()
+
+
+class Child:
+    """Keeps one child running. All on the loop of the main thread: PDEATHSIG fires when the
+    *thread* that forked ends.
+    """
+
+    def __init__(
+        self,
+        spec: ChildSpec,
+        died: Callable[["Child", str], None],
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.instance = ""
+        self.pid = 0
+        self.state: State = "stopped"
+        self.reason = ""  # of its last end
+        self.status = Status(state="starting")
+        self.started = 0.0
+        self.silence = Silence(spec.silence, clock())
+        self.restarts = Restarts(spec.restart, random.Random())  # noqa: S311 jitter
+        self._died = died
+        self._changed = changed
+        self._clock = clock
+        self._kill_reason = ""
+        self._stopping = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._gone.set()
+        self._buffer = b""
+
+    # --- life ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start, and start again, until `stop` or until it is given up."""
+        while not self._stopping.is_set():
+            self.reason = await self._once()
+            if self._stopping.is_set():
+                break
+            self._died(self, self.reason)
+            delay = None
+            if self.reason != f"exit {EX_CONFIG}":
+                delay = self.restarts.next_delay(self._clock())
+            if delay is None:
+                self._become("failed")
+                return
+            self._become("backoff")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
+        self._become("stopped")
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, and SIGKILL after `grace_s`; on return it is gone, whatever its state was."""
+        self._stopping.set()
+        self.signal(signal.SIGTERM)
+        self.signal(signal.SIGCONT)
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._gone.wait()
+        except TimeoutError:
+            self.signal(signal.SIGKILL)
+            await self._gone.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the child; stop, continue and kill reach the processes that it started, too."""
+        if not self.pid:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGTERM:
+                os.kill(self.pid, number)
+            else:
+                os.killpg(self.pid, number)
+
+    def kill(self, reason: str) -> None:
+        """SIGKILL; from now on it does not count as running."""
+        self._kill_reason = reason
+        self.signal(signal.SIGKILL)
+        self._become("backoff")
+
+    def pause(self) -> None:
+        """SIGSTOP. Silence still counts, so a pause beyond the limit ends in a restart."""
+        self.signal(signal.SIGSTOP)
+        self._become("paused")
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.signal(signal.SIGCONT)
+        if self.state == "paused":
+            self._become("starting" if self.spec.probe is None else "ready")
+
+    def check_silence(self, now: float) -> None:
+        """Kill it if it has been silent for too long."""
+        if not self.pid or self.spec.probe is not None or self._kill_reason:
+            return
+        limit = self.silence.too_long(now)
+        if limit is not None:
+            self.kill(f"silent for {limit:g} s")
+
+    # --- one run ---------------------------------------------------------------------------------
+
+    async def _once(self) -> str:
+        """Start it and wait for its end; why it ended."""
+        status_fd, child_end = os.pipe()
+        os.set_blocking(status_fd, False)
+        try:
+            process = self._spawn(child_end)
+        except OSError as error:
+            os.close(status_fd)
+            return f"cannot be started: {error.strerror or error}"
+        finally:
+            os.close(child_end)
+        loop = asyncio.get_running_loop()
+        pidfd = os.pidfd_open(process.pid)
+        ended = asyncio.Event()
+        loop.add_reader(status_fd, self._hear, status_fd)
+        loop.add_reader(pidfd, ended.set)
+        probing = asyncio.create_task(self._probe())
+        try:
+            await ended.wait()
+        finally:
+            probing.cancel()
+            loop.remove_reader(pidfd)
+            loop.remove_reader(status_fd)
+            os.close(pidfd)
+            os.close(status_fd)
+            # Before it is reaped: its pid, and so its group, still belongs to it alone.
+            self.signal(signal.SIGKILL)
+            code = process.wait()
+            self.pid = 0
+            self._gone.set()
+        return self._kill_reason or describe(code)
+
+    def _spawn(self, child_end: int) -> "subprocess.Popen[bytes]":
+        self.instance = f"{self.spec.name}-{secrets.token_hex(3)}"
+        self._kill_reason = ""
+        self._buffer = b""
+        command = self.spec.command(self.instance, child_end)
+        with self.spec.log.open("ab") as log:
+            process = subprocess.Popen(
+                command.argv,
+                env=dict(command.env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(child_end, *command.pass_fds),
+                start_new_session=True,
+                preexec_fn=die_with_parent(),  # noqa: PLW1509 only system calls inside
+            )
+        self.pid = process.pid
+        self._gone.clear()
+        self.started = self._clock()
+        self.silence = Silence(self.spec.silence, self.started)
+        self.status = Status(state="starting")
+        self._become("starting")
+        return process
+
+    async def _probe(self) -> None:
+        """Ask a child that does not speak until it is ready."""
+        if self.spec.probe is None:
+            return
+        while not await self.spec.probe():  # noqa: ASYNC110 no event: it is another program
+            await asyncio.sleep(PROBE_S)
+        self._become("ready")
+
+    def _hear(self, status_fd: int) -> None:
+        """Take what the child wrote on its status pipe."""
+        try:
+            data = os.read(status_fd, 65536)
+        except BlockingIOError:
+            return
+        if not data:  # closed by the child; it will be killed for silence unless it ends
+            asyncio.get_running_loop().remove_reader(status_fd)
+            return
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > STATUS_LINE_MAX:
+            self._buffer = b""
+        for line in lines[-1:]:  # a newer line says all that an older one did
+            try:
+                self.status = msgspec.json.decode(line, type=Status)
+            except msgspec.MsgspecError:
+                continue
+            self.silence.heard(self._clock())
+            if self.state not in {"paused", "backoff"}:  # it wrote this before it was stopped
+                self._become(_state_of(self.status))
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self._changed()
+
+
+def _state_of(status: Status) -> State:
+    match status.state:
+        case "ready" | "draining":
+            return status.state
+        case _:
+            return "starting"
+
+
+def describe(code: int) -> str:
+    """The end of a process in words: `exit 1`, `SIGKILL`."""
+    if code >= 0:
+        return f"exit {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

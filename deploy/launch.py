@@ -1,0 +1,94 @@
+"""How one service process is started: its launch file and its command line."""
+
+import os
+import secrets
+import sys
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from deploy.child import ChildSpec, Command
+from deploy.config import ClusterConfig
+from deploy.model import Model
+from deploy.run_dir import RunDir
+from deploy.servers import Server
+from shared.config import Launch
+
+
+class Launcher(Struct, frozen=True):
+    """What all services of one cluster have in common."""
+
+    config: ClusterConfig
+    model: Model
+    run_dir: RunDir
+    nats: Server
+    redis: Server
+    listen_fd: int
+    secret: str  # hex
+
+    def specs(self) -> list[ChildSpec]:
+        """Every service process that is to be there."""
+        return [
+            ChildSpec(
+                name=f"{role}-{ordinal}",
+                role=role,
+                log=self.run_dir.log_file(f"{role}-{ordinal}"),
+                command=self._command(role, f"{role}-{ordinal}"),
+                restart=self.config.cluster.restart,
+                silence=self.config.cluster.silence,
+            )
+            for role, service in self.config.services.items()
+            for ordinal in range(service.replicas)
+        ]
+
+    def _command(self, role: str, name: str) -> Callable[[str, int], Command]:
+        def command(instance: str, status_fd: int) -> Command:
+            launch = self.launch(role, name, instance, status_fd)
+            file = self.run_dir.write_launch(name, launch)
+            return Command(
+                argv=[sys.executable, "-m", "deploy.cli", "run", role, "--launch", str(file)],
+                env=environment(role, self.config.services[role].replicas),
+                pass_fds=() if launch.listen_fd is None else (launch.listen_fd,),
+            )
+
+        return command
+
+    def launch(self, role: str, name: str, instance: str, status_fd: int) -> Launch:
+        """The launch file of one start."""
+        return Launch(
+            role=role,
+            name=name,
+            instance=instance,
+            pool=self.config.cluster.pool,
+            model=str(self.model.path),
+            model_name=self.model.name,
+            nats_url=self.nats.url,
+            nats_user=self.nats.user,
+            nats_password=self.nats.password,
+            redis_url=self.redis.url,
+            secret=self.secret,
+            run_dir=str(self.run_dir.path),
+            listen_fd=self.listen_fd if role == "gateway" else None,
+            status_fd=status_fd,
+            settings=self.config.services[role].settings,
+        )
+
+
+def new_secret() -> str:
+    """Roots the block hashes of one cluster; 32 bytes, hex."""
+    return secrets.token_hex(32)
+
+
+def environment(role: str, replicas: int) -> dict[str, str]:
+    """Ours, and how many threads numeric libraries may start.
+
+    Only the engine computes; the default of one thread per CPU in every process thrashes.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    threads = max(1, cpus // max(1, replicas)) if role == "gpu_worker" else 1
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "RAYON_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {**defaults, **os.environ, "PYTHONUNBUFFERED": "1"}
