@@ -1,0 +1,312 @@
+"""What the HTTP and the bus edge share: check a request, open it, see its events, let it go.
+
+Everything here runs on the actor's loop. A request is open from `Edge.open` to the end of its
+`with` block; leaving the block early, for whatever reason, cancels it.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from services.gateway.auth import Keys
+from services.gateway.calls import Calls
+from services.gateway.config import GatewayConfig
+from services.gateway.events import Delta, SessionEnd, SessionEvent, SessionSpec
+from services.gateway.feed import Feed
+from services.gateway.meters import Meter
+from services.gateway.openai.answer import Answer, answer
+from services.gateway.openai.chat import check_chat
+from services.gateway.openai.completions import check_completion
+from services.gateway.openai.errors import PayloadTooLarge
+from services.gateway.openai.request import Caller, Checked
+from services.gateway.openai.tokens import Tokenizing
+from services.gateway.sessions import SessionTable
+from services.gateway.view import MeshView
+from shared.clock import Clock
+from shared.config import Launch
+from shared.errors import Cancelled, InvalidRequest, MeshError, Unavailable
+from shared.ids import pack_ids, unpack_ids
+from shared.kv import tenant_salt
+from shared.messages import Detokenize, Detokenized, Generate, Tokenized
+
+CHECKS = {"chat": check_chat, "completions": check_completion}
+RETRY_S = 1.0
+
+
+def new_request_id() -> str:
+    """128 random bits, 32 hex digits."""
+    return uuid.uuid4().hex
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """The cores of a gateway, and how to send what they put out."""
+
+    table: SessionTable
+    calls: Calls
+    view: MeshView
+    clock: Clock
+    flush: Callable[[], None]
+    connected: Callable[[], bool]
+
+
+class Open:
+    """One open request as an edge sees it."""
+
+    def __init__(self, edge: "Edge", checked: Checked) -> None:
+        self.checked = checked
+        self.created = int(time.time())
+        self.feed = Feed(edge.config.feed_ids_max)
+        self.ended = False
+        self._edge = edge
+        self.meter = edge.meter
+        self.config = edge.config
+        self._opened = edge.parts.clock()
+        self._last: dict[int, float] = {}  # when each choice last got an id
+
+    @property
+    def request_id(self) -> str:
+        return self.checked.spec.request_id
+
+    def answer(self, echoes: list[str]) -> Answer:
+        return answer(self.checked, self.created, echoes)
+
+    def emit(self, event: SessionEvent) -> None:
+        """Count the event and queue it for the reader."""
+        now = self._edge.parts.clock()
+        if isinstance(event, Delta):
+            self._count(event, now)
+        elif isinstance(event, SessionEnd):
+            self._count_end(event, now)
+        self.feed.emit(event)
+
+    def fail(self, error: MeshError) -> None:
+        """End it for our own sake; its reader is told `error`."""
+        if not self.ended:
+            self.emit(SessionEnd(error, 0, 0, 0))
+            self._edge.cancel(self.request_id, error.code)
+
+    def _count(self, delta: Delta, now: float) -> None:
+        count = len(delta.ids)
+        if count:
+            self.meter.generation_tokens.inc(count)
+            last = self._last.get(delta.choice)
+            if last is not None:
+                for _ in range(count):
+                    self.meter.itl.observe((now - last) / count)
+            elif not self._last:
+                self.meter.ttft.observe(now - self._opened)
+            self._last[delta.choice] = now
+        if delta.finish_reason:
+            self.meter.finished(delta.finish_reason)
+
+    def _count_end(self, end: SessionEnd, now: float) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self.meter.e2e.observe(now - self._opened)
+        self.meter.prompt_tokens.inc(end.prompt_tokens)
+        self.meter.cached_tokens.inc(end.cached_tokens)
+        self.meter.prompt_size.observe(end.prompt_tokens)
+        self.meter.output_size.observe(end.completion_tokens)
+        if end.error is not None:
+            self.meter.finished("abort" if isinstance(end.error, Cancelled) else "error")
+
+    def __enter__(self) -> "Open":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._edge.close(self)
+
+
+class Edge:
+    """The one way in for both edges."""
+
+    def __init__(self, launch: Launch, config: GatewayConfig, parts: Parts, meter: Meter) -> None:
+        self.config = config
+        self.parts = parts
+        self.meter = meter
+        self.model = launch.model_name
+        self.keys = Keys(config.api_keys)
+        self.draining = False
+        self.started = int(time.time())
+        self._instance = launch.instance
+        self._secret = bytes.fromhex(launch.secret)
+        self._open: dict[str, Open] = {}
+        self.idle = asyncio.Event()  # no reader is here
+        self.idle.set()
+
+    # --- what may be asked ---
+
+    def caller(self, tenant: str, timeout_ms: str | int | None, spent_s: float = 0.0) -> Caller:
+        """A new request of `tenant`; `spent_s` = what its arrival has already cost.
+
+        Raises `InvalidRequest` for a timeout that is not a number of milliseconds.
+        """
+        timeout_s = self.config.request_timeout_s
+        if timeout_ms is not None:
+            try:
+                asked_s = int(timeout_ms) / 1000
+            except (ValueError, OverflowError):
+                asked_s = 0.0
+            if asked_s <= 0:
+                raise InvalidRequest("The request timeout must be a positive number of ms.")
+            timeout_s = min(timeout_s, asked_s)
+        return Caller(
+            request_id=new_request_id(),
+            tenant=tenant,
+            timeout_s=max(timeout_s - spent_s, 0.001),
+            model=self.model,
+            secret=self._secret,
+            choices_max=self.config.choices_max,
+        )
+
+    def check(
+        self,
+        endpoint: str,
+        body: bytes,
+        caller: Caller,
+        *,
+        packed: bool = False,
+        streams: bool = False,
+    ) -> Checked:
+        """The request in `body`; raises `MeshError`. `streams` = when the body does not say."""
+        if len(body) > self.config.body_bytes_max:
+            raise PayloadTooLarge(f"The body is over {self.config.body_bytes_max} bytes.")
+        checked = CHECKS[endpoint](body, caller, packed=packed, streams=streams)
+        # MessagePack is at most 9/4 as long as the same JSON (a number such as 1e1).
+        if len(body) * 9 / 4 > self.config.wire_bytes_max:
+            size = wire_bytes(checked.spec)
+            if size > self.config.wire_bytes_max:
+                raise PayloadTooLarge(
+                    f"The prompt takes {size} bytes, over {self.config.wire_bytes_max}.",
+                    param="messages" if checked.endpoint == "chat" else "prompt",
+                )
+        return checked
+
+    def not_ready(self) -> str:
+        """Why this gateway cannot serve now; "" when it can."""
+        table = self.parts.table
+        if self.draining:
+            return "this gateway is stopping"
+        if not self.parts.connected():
+            return "this gateway is not connected to the bus"
+        if not table.leader:
+            return "no scheduler leads the pool"
+        if not table.workers:
+            return "no worker is ready"
+        if not table.tokenizers:
+            return "no tokenizer is ready"
+        return ""
+
+    # --- requests ---
+
+    def open(self, checked: Checked) -> Open:
+        """Open a session; use as a context manager. Raises `Unavailable` while draining."""
+        if self.draining:
+            raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
+        request = Open(self, checked)
+        self._open[request.request_id] = request
+        self.idle.clear()
+        self.parts.table.open(checked.spec, request.emit, self.parts.clock())
+        self.parts.flush()
+        return request
+
+    def close(self, request: Open) -> None:
+        """The reader is done with it, or gone."""
+        self._open.pop(request.request_id, None)
+        if not self._open:
+            self.idle.set()
+        if not request.ended:
+            self.cancel(request.request_id, "client")
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """End a session; one that has ended is left alone."""
+        self.parts.table.cancel(request_id, reason, self.parts.clock())
+        self.parts.flush()
+
+    def fail_all(self, error: MeshError) -> None:
+        """Tell every reader that its request ends here."""
+        for request in list(self._open.values()):
+            request.fail(error)
+
+    # --- questions to a tokenizer ---
+
+    async def tokenize(self, asked: Tokenizing, tenant: str) -> list[int]:
+        """The ids of a text or a conversation; raises `MeshError`."""
+        message = Generate(
+            request_id=new_request_id(),
+            attempt=0,
+            gateway=self._instance,
+            chat=asked.chat,
+            texts=None if asked.text is None else [asked.text],
+            add_special_tokens=asked.add_special_tokens,
+            salt=tenant_salt(self._secret, tenant),
+        )
+        answered = await self._ask(message)
+        assert isinstance(answered, Tokenized)
+        return unpack_ids(answered.prompts[0].prompt_ids)
+
+    async def detokenize(self, ids: list[int]) -> str:
+        """The text of `ids`; raises `MeshError`."""
+        message = Detokenize(
+            request_id=new_request_id(), attempt=0, gateway=self._instance, ids=pack_ids(ids)
+        )
+        answered = await self._ask(message)
+        assert isinstance(answered, Detokenized)
+        return answered.text
+
+    async def echoes(self, checked: Checked) -> list[str]:
+        """The text of each prompt, if the request wants it back; raises `MeshError`."""
+        spec = checked.spec
+        if not checked.echo:
+            return []
+        if spec.texts is not None:
+            return spec.texts
+        return [await self.detokenize(ids) for ids in spec.ids or []]
+
+    async def _ask(self, message: Generate | Detokenize) -> Tokenized | Detokenized:
+        future: asyncio.Future[Tokenized | Detokenized | MeshError]
+        future = asyncio.get_running_loop().create_future()
+
+        def answered(what: Tokenized | Detokenized | MeshError) -> None:
+            if not future.done():
+                future.set_result(what)
+
+        self.parts.calls.ask(message, answered, self.parts.clock())
+        self.parts.flush()
+        try:
+            result = await future
+        finally:
+            self.parts.calls.forget(message.request_id)
+        if isinstance(result, MeshError):
+            raise result
+        return result
+
+    # --- metrics ---
+
+    def measure(self) -> None:
+        """Bring the gauges up to date."""
+        view, table = self.parts.view, self.parts.table
+        blocks = (view.blocks_free, view.blocks_total)
+        self.meter.mesh(view.running, view.waiting, blocks, view.workers)
+        self.meter.sessions(table.num_sessions, table.num_legs, table.redrives)
+
+
+def wire_bytes(spec: SessionSpec) -> int:
+    """What the input of `spec` takes on the bus."""
+    if spec.chat is not None:
+        return len(msgspec.msgpack.encode(spec.chat))
+    if spec.texts is not None:
+        return sum(len(text.encode()) + 5 for text in spec.texts)
+    return sum(4 * len(ids) + 5 for ids in spec.ids or [])

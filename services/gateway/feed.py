@@ -1,0 +1,88 @@
+"""Events of one session on their way to one client: bounded, and merged for a slow reader."""
+
+import asyncio
+
+from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent
+from shared.errors import Overloaded
+
+MERGE_AT = 256  # waiting events; a reader that keeps up never has more than a step's worth
+
+
+class Feed:
+    """Filled by the session table on the loop, emptied by one task.
+
+    A reader that lags gets fewer, larger deltas; one that lags by more than `ids_max` ids, none.
+    """
+
+    def __init__(self, ids_max: int) -> None:
+        self._overflowed = False
+        self._ids_max = ids_max
+        self._events: list[Delta | SessionEnd] = []
+        self._ids = 0
+        self._merge_at = MERGE_AT
+        self._filled = asyncio.Event()
+
+    def emit(self, event: SessionEvent) -> None:
+        """Take one event; never blocks, never raises."""
+        if isinstance(event, Prompts):
+            return
+        if isinstance(event, Delta):
+            self._ids += len(event.ids)
+            self._overflowed = self._overflowed or self._ids > self._ids_max
+            if self._overflowed:
+                self._events.clear()
+                self._filled.set()
+                return
+        self._events.append(event)
+        if len(self._events) >= self._merge_at:
+            self._events = merge(self._events)
+            self._merge_at = max(MERGE_AT, 2 * len(self._events))
+        self._filled.set()
+
+    async def take(self, timeout_s: float) -> list[Delta | SessionEnd]:
+        """Everything that waits; waits up to `timeout_s` for the first, [] when none came.
+
+        Raises `Overloaded` once the reader has fallen too far behind.
+        """
+        if not self._filled.is_set():
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._filled.wait()
+            except TimeoutError:
+                return []
+        if self._overflowed:
+            raise Overloaded("The client reads too slowly.")
+        self._filled.clear()
+        events, self._events, self._ids = self._events, [], 0
+        self._merge_at = MERGE_AT
+        return events
+
+
+def merge(events: list[Delta | SessionEnd]) -> list[Delta | SessionEnd]:
+    """One delta per choice, then the end: the same text, ids and logprobs in the same order."""
+    by_choice: dict[int, list[Delta]] = {}
+    ends: list[Delta | SessionEnd] = []
+    for event in events:
+        if isinstance(event, Delta):
+            by_choice.setdefault(event.choice, []).append(event)
+        else:
+            ends.append(event)
+    return [_joined(deltas) for deltas in by_choice.values()] + ends
+
+
+def _joined(deltas: list[Delta]) -> Delta:
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    has_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return Delta(
+        choice=last.choice,
+        index=deltas[0].index,
+        ids=[token for delta in deltas for token in delta.ids],
+        text="".join(delta.text for delta in deltas),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=[token for delta in deltas for token in delta.logprobs or []]
+        if has_logprobs
+        else None,
+    )

@@ -1,0 +1,116 @@
+"""What a gateway counts. Names are vLLM's where they mean the same, `shoal:` where they do not.
+
+Counters and histograms are one gateway's (label `gateway`): gateways share a listening socket, so
+any of them may answer a scrape. Gauges from beats are the whole mesh's and have no such label.
+"""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from shared.metrics import REGISTRY
+
+OWN = ["model_name", "gateway"]
+MESH = ["model_name"]
+
+
+def _seconds(bounds: str) -> tuple[float, ...]:
+    return tuple(float(bound) for bound in bounds.split())
+
+
+TTFT_S = _seconds(".001 .005 .01 .02 .04 .06 .08 .1 .25 .5 .75 1 2.5 5 7.5 10 20 40 80 160 640")
+ITL_S = _seconds(".001 .002 .005 .01 .025 .05 .075 .1 .15 .2 .3 .4 .5 .75 1 2.5 5 7.5 10 20 40")
+E2E_S = _seconds(".3 .5 .8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920")
+TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+
+RUNNING = Gauge("vllm:num_requests_running", "Legs in a batch", MESH, registry=REGISTRY)
+WAITING = Gauge("vllm:num_requests_waiting", "Legs that wait", MESH, registry=REGISTRY)
+KV_USAGE = Gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 1 = all", MESH, registry=REGISTRY)
+BLOCKS_TOTAL = Gauge("shoal:kv_blocks_total", "KV blocks of all workers", MESH, registry=REGISTRY)
+BLOCKS_FREE = Gauge("shoal:kv_blocks_free", "Free or evictable blocks", MESH, registry=REGISTRY)
+WORKERS = Gauge("shoal:workers", "Workers that beat", MESH, registry=REGISTRY)
+SESSIONS = Gauge("shoal:sessions", "Open sessions", OWN, registry=REGISTRY)
+LEGS = Gauge("shoal:legs", "Open legs", OWN, registry=REGISTRY)
+REDRIVES = Counter(
+    "shoal:redrives", "Submits planned again, by cause", [*OWN, "cause"], registry=REGISTRY
+)
+
+PROMPT_TOKENS = Counter("vllm:prompt_tokens", "Prompt tokens", OWN, registry=REGISTRY)
+CACHED_TOKENS = Counter(
+    "vllm:prompt_tokens_cached", "Prompt tokens found in a cache", OWN, registry=REGISTRY
+)
+GENERATION_TOKENS = Counter("vllm:generation_tokens", "Tokens delivered", OWN, registry=REGISTRY)
+SUCCESS = Counter(
+    "vllm:request_success",
+    "Choices ended, or requests failed",
+    [*OWN, "finished_reason"],
+    registry=REGISTRY,
+)
+TTFT = Histogram(
+    "vllm:time_to_first_token_seconds", "Arrival to first token", OWN,
+    buckets=TTFT_S, registry=REGISTRY,
+)  # fmt: skip
+ITL = Histogram(
+    "vllm:inter_token_latency_seconds", "Between two tokens of a choice", OWN,
+    buckets=ITL_S, registry=REGISTRY,
+)  # fmt: skip
+E2E = Histogram(
+    "vllm:e2e_request_latency_seconds", "Arrival to end", OWN, buckets=E2E_S, registry=REGISTRY
+)
+PROMPT_SIZE = Histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens of a request", OWN,
+    buckets=TOKENS, registry=REGISTRY,
+)  # fmt: skip
+OUTPUT_SIZE = Histogram(
+    "vllm:request_generation_tokens", "Tokens delivered to a request", OWN,
+    buckets=TOKENS, registry=REGISTRY,
+)  # fmt: skip
+RESPONSES = Counter(
+    "shoal:http_responses", "HTTP answers", ["gateway", "status"], registry=REGISTRY
+)
+CUT = Counter(
+    "shoal:clients_cut", "Readers too slow, or gone", ["gateway", "why"], registry=REGISTRY
+)
+
+
+class Meter:
+    """The metrics of one gateway, with its labels bound once."""
+
+    def __init__(self, model: str, gateway: str) -> None:
+        self._own = (model, gateway)
+        self._mesh = (model,)
+        self.gateway = gateway
+        self.prompt_tokens = PROMPT_TOKENS.labels(*self._own)
+        self.cached_tokens = CACHED_TOKENS.labels(*self._own)
+        self.generation_tokens = GENERATION_TOKENS.labels(*self._own)
+        self.ttft = TTFT.labels(*self._own)
+        self.itl = ITL.labels(*self._own)
+        self.e2e = E2E.labels(*self._own)
+        self.prompt_size = PROMPT_SIZE.labels(*self._own)
+        self.output_size = OUTPUT_SIZE.labels(*self._own)
+        self._redrives: dict[str, int] = {}
+
+    def finished(self, reason: str) -> None:
+        SUCCESS.labels(*self._own, reason).inc()
+
+    def cut(self, why: str) -> None:
+        CUT.labels(self.gateway, why).inc()
+
+    def responded(self, status: int) -> None:
+        RESPONSES.labels(self.gateway, str(status)).inc()
+
+    def mesh(self, running: int, waiting: int, blocks: tuple[int, int], workers: int) -> None:
+        """Set the mesh's gauges; `blocks` = (free, total)."""
+        free, total = blocks
+        RUNNING.labels(*self._mesh).set(running)
+        WAITING.labels(*self._mesh).set(waiting)
+        KV_USAGE.labels(*self._mesh).set(1 - free / total if total else 0)
+        BLOCKS_FREE.labels(*self._mesh).set(free)
+        BLOCKS_TOTAL.labels(*self._mesh).set(total)
+        WORKERS.labels(*self._mesh).set(workers)
+
+    def sessions(self, sessions: int, legs: int, redrives: dict[str, int]) -> None:
+        """Set this gateway's gauges."""
+        SESSIONS.labels(*self._own).set(sessions)
+        LEGS.labels(*self._own).set(legs)
+        for cause, count in redrives.items():
+            REDRIVES.labels(*self._own, cause).inc(count - self._redrives.get(cause, 0))
+        self._redrives = dict(redrives)

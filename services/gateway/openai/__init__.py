@@ -1,0 +1,1 @@
+"""OpenAI's wire format: checked requests in, chunks and bodies out. Pure."""

@@ -1,0 +1,117 @@
+"""`POST /v1/completions`: the request, checked.
+
+Source: OpenAI API reference, "Create completion (legacy)"; vLLM's extra fields where it has them.
+"""
+
+from typing import Any
+
+from services.gateway.events import SessionSpec
+from services.gateway.openai.decode import decode
+from services.gateway.openai.request import (
+    TOKENS_MAX,
+    TOP_LOGPROBS_MAX,
+    Caller,
+    Checked,
+    GenerateFields,
+    check_common,
+    choices,
+    includes_usage,
+    integer,
+    priority,
+    salt,
+    sampling_params,
+    seed,
+    text_params,
+)
+from shared.errors import InvalidRequest
+
+MAX_TOKENS = 16  # OpenAI's default
+
+
+class CompletionFields(GenerateFields, kw_only=True):
+    prompt: Any = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+
+def check_completion(
+    body: bytes, caller: Caller, *, packed: bool = False, streams: bool = False
+) -> Checked:
+    """A completion request of `caller`; `streams` = whether to stream when the body does not say.
+
+    Raises `InvalidRequest` that names the field, `NotFound` for another model.
+    """
+    fields = decode(body, CompletionFields, packed)
+    fields.stream = streams if fields.stream is None else fields.stream
+    check_common(fields, caller)
+    if fields.suffix:
+        raise InvalidRequest("'suffix' is not supported.", param="suffix")
+    texts, ids = prompts(fields.prompt)
+    echo = bool(fields.echo)
+    asked = integer(fields.max_tokens, "max_tokens", MAX_TOKENS, 0 if echo else 1, TOKENS_MAX)
+    max_tokens = max(asked, 1)  # an echo of the prompt alone runs one token and drops it
+    return Checked(
+        spec=SessionSpec(
+            request_id=caller.request_id,
+            model=caller.model,
+            tenant=caller.tenant,
+            texts=texts,
+            ids=ids,
+            add_special_tokens=fields.add_special_tokens is not False,
+            n=choices(fields, len(texts or ids or []), caller),
+            max_tokens=max_tokens,
+            seed=seed(fields),
+            sampling=sampling_params(fields, max_tokens, _logprobs(fields)),
+            text=text_params(fields),
+            priority=priority(fields),
+            salt=salt(fields, caller),
+            timeout_s=caller.timeout_s,
+        ),
+        endpoint="completions",
+        stream=bool(fields.stream),
+        include_usage=includes_usage(fields),
+        echo=echo,
+        echo_only=asked == 0,
+    )
+
+
+def _logprobs(fields: CompletionFields) -> int | None:
+    if fields.logprobs is None:
+        return None
+    if fields.echo:
+        # Evaluation tools would read absent prompt logprobs as chance and say nothing.
+        raise InvalidRequest("'logprobs' together with 'echo' is not supported.", param="logprobs")
+    return integer(fields.logprobs, "logprobs", 0, 0, TOP_LOGPROBS_MAX)
+
+
+def prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]] | None]:
+    """`prompt` as texts or as ids: a string, strings, ids, or lists of ids.
+
+    Raises `InvalidRequest` for anything else and for an empty prompt.
+    """
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if not isinstance(prompt, list):
+        raise InvalidRequest(
+            "'prompt' must be a string, a list of strings, or token ids.", param="prompt"
+        )
+    if prompt and all(type(item) is int for item in prompt):
+        prompt = [prompt]
+    if not prompt or not all(prompt):
+        raise InvalidRequest("'prompt' must not be empty.", param="prompt")
+    if all(isinstance(item, str) for item in prompt):
+        return prompt, None
+    for item in prompt:
+        _check_ids(item)
+    return None, prompt
+
+
+def _check_ids(ids: Any) -> None:
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise InvalidRequest(
+            "'prompt' must be a string, a list of strings, or token ids.", param="prompt"
+        )
+    if not 0 <= min(ids) <= max(ids) < TOKENS_MAX:
+        raise InvalidRequest("'prompt' holds a number that is not a token id.", param="prompt")
