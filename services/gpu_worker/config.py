@@ -54,3 +54,14 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ValueError("max_batched_tokens must not be below max_legs: each leg decodes one")
         if min(self.lease_s, self.finished_s, self.tombstone_s, self.drain_s) < 0:
             raise ValueError("lease_s, finished_s, tombstone_s and drain_s must not be negative")
+
+
+class EngineLaunch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's one argument, as JSON. The descriptors are inherited."""
+
+    instance: str
+    model: str  # path; "" only with `engine = "sim"`
+    config: WorkerConfig
+    channel_fd: int
+    page_fd: int
+    parent_pid: int

@@ -1,6 +1,7 @@
 """A model without weights: real paging, real KV reads, deterministic words."""
 
 import os
+import re
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
@@ -11,7 +12,9 @@ from services.gpu_worker.sequence import Sequence
 from shared.ids import pack_ids
 from shared.kv import BLOCK_SIZE
 from shared.messages import TokenLogprobs
+from shared.model_files import Vocabulary
 
+_WORD = re.compile(rb" [a-z]{2,}")
 _MASK = (1 << 64) - 1
 _UNWRITTEN = -1
 
@@ -108,6 +111,15 @@ class SimulatedRunner:
         digest = self._digests[_slot(sequence, position)]
         assert digest != _UNWRITTEN, "read of KV that was never written"
         return digest
+
+
+def readable_words(vocabulary: Vocabulary) -> list[int]:
+    """Ids of plain lower-case words with a space before them, so that answers can be read."""
+    return [
+        token_id
+        for token_id, raw in enumerate(vocabulary.tokens)
+        if token_id not in vocabulary.special and _WORD.fullmatch(raw)
+    ]
 
 
 def _slot(sequence: Sequence, position: int) -> int:

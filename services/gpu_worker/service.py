@@ -1,0 +1,150 @@
+"""The worker's I/O process: speaks on the bus for an engine that may be busy, hung or dead."""
+
+import asyncio
+import contextlib
+from typing import ClassVar
+
+import msgspec
+
+from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.engine_process import EngineProcess
+from services.gpu_worker.frames import Kind
+from services.gpu_worker.status_page import EngineStatus
+from shared import metrics
+from shared.actor import LATE_S, Actor, run_service
+from shared.bus import Bus
+from shared.clock import Clock, monotonic
+from shared.config import Launch, Status, settings
+from shared.errors import InvalidRequest, Unavailable
+from shared.log import log
+from shared.messages import Beat, Died, ToWorker
+from shared.subjects import DIED, beacon
+
+
+class GpuWorker(Actor):
+    """Forwards payloads to the engine and from it undecoded; beats with the engine's numbers.
+
+    The engine ended: `Died` at once, then this process ends too and the supervisor starts both
+    afresh. The engine hangs (a phase outlasts its bound): it is killed, and the same follows.
+    """
+
+    role = "gpu_worker"
+    mailbox = ToWorker
+    beat_s: ClassVar[float] = 0.1
+
+    def __init__(self, launch: Launch, bus: Bus, clock: Clock = monotonic) -> None:
+        super().__init__(launch, bus, core=None, clock=clock)
+        self.config = settings(launch.settings, WorkerConfig, "gpu_worker")
+        self.engine = EngineProcess(launch, self.config, self._publish_bytes)
+        self._status = EngineStatus()
+        self._engine_ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._ticked_at = self._awake_since = self.clock()
+
+    def subjects(self) -> list[str]:
+        return [beacon(self.launch.pool)]
+
+    async def on_start(self) -> None:
+        await self.engine.start()
+        self._watcher = asyncio.create_task(self._watch())
+        await self._engine_ready.wait()
+
+    def on_payload(self, payload: bytes) -> None:
+        """Hand over as it is: the engine decodes, with one typed decoder."""
+        self.handled += 1
+        metrics.MESSAGES.labels(self.role).inc()
+        if not self.engine.send(Kind.MESSAGE, payload):
+            metrics.DROPPED.labels(self.role, "full").inc()
+
+    def on_disconnected(self, now: float) -> None:  # noqa: ARG002 the engine has its own clock
+        self.engine.send(Kind.CONNECTION_LOST)
+
+    def on_reconnected(self, now: float) -> None:  # noqa: ARG002 the engine has its own clock
+        self.engine.send(Kind.RECONNECTED)
+
+    def tick(self, now: float) -> None:
+        """Look at the engine; but first: did this process sleep, so that it knows nothing?"""
+        if now - self._ticked_at > LATE_S:
+            self._awake_since = now
+            self.engine.send(Kind.SLEPT)
+        self._ticked_at = now
+        self._status = status = self.engine.status()
+        self.detail = status.detail
+        if status.ready:
+            self._engine_ready.set()
+        if self.draining and not status.load + status.waiting:
+            self._drained.set()
+        bound_ms = status.phase_bound_ms
+        if bound_ms and status.phase_age_ms(now, self._awake_since) > bound_ms:
+            log.error("engine_hung", phase=status.phase, bound_ms=bound_ms, step=status.step)
+            self.ready = False
+            self.engine.kill()
+
+    def beat(self) -> Beat:
+        now, status = self.clock(), self._status
+        return msgspec.structs.replace(
+            super().beat(),
+            term=status.term,
+            model=self.launch.model_name,
+            load=status.load,
+            waiting=status.waiting,
+            step=status.step,
+            phase=status.phase,
+            phase_age_ms=status.phase_age_ms(now, self._awake_since),
+            phase_bound_ms=status.phase_bound_ms,
+            free_blocks=status.free_blocks,
+            total_blocks=status.total_blocks,
+            block_size=status.block_size,
+            max_legs=self.config.max_legs,
+            max_model_len=status.max_model_len,
+            prefill_tokens_waiting=status.prefill_tokens_waiting,
+            step_tokens=self.config.max_batched_tokens,
+        )
+
+    def status(self) -> Status:
+        status = self._status
+        extra: dict[str, int | str] = {
+            "waiting": status.waiting,
+            "step": status.step,
+            "free_blocks": status.free_blocks,
+            "total_blocks": status.total_blocks,
+        }
+        load = status.load + status.waiting
+        return msgspec.structs.replace(super().status(), load=load, extra=extra)
+
+    async def drain(self) -> None:
+        """Let legs finish for a while; the sessions of the others re-drive them elsewhere."""
+        self.engine.send(Kind.REFUSE_NEW)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                await self._drained.wait()
+        await self.engine.end()
+
+    async def on_stop(self) -> None:
+        self.engine.close()
+        if self._watcher is not None:
+            await self._watcher
+
+    async def _watch(self) -> None:
+        """End this process when the engine has ended."""
+        reason = await self.engine.wait()
+        if self.draining:
+            return
+        log.error("engine_died", reason=reason)
+        self.ready = False
+        self.publish(DIED, Died(instance=self.instance, reason=reason))
+        self.fail(Unavailable(reason))
+
+    def _publish_bytes(self, subject: str, payload: bytes) -> None:
+        try:
+            self.bus.publish(subject, payload)
+        except InvalidRequest as error:
+            self.errors += 1
+            metrics.DROPPED.labels(self.role, "unsendable").inc()
+            log.error("unsendable", subject=subject, size=len(payload), error=error.detail)
+
+
+def main(launch: Launch) -> None:
+    """Run one worker."""
+    run_service(launch, GpuWorker)

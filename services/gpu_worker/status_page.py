@@ -1,0 +1,86 @@
+"""One page of shared memory in which the engine says what it is in; read without asking it.
+
+It stays readable while the engine is inside a kernel, hung or dead. The page is anonymous memory
+(memfd) inherited as a descriptor: it goes with the last process that holds it.
+"""
+
+import mmap
+import os
+import struct
+from typing import Any, NamedTuple
+
+_PHASE_BYTES = 32
+_DETAIL_BYTES = 512
+_GENERATION = struct.Struct("<Q")
+_BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}sd11q")
+_READS_MAX = 1000
+
+
+class EngineStatus(NamedTuple):
+    """`phase_started` is `time.monotonic()`, which all processes of a Linux host share."""
+
+    phase: str = "starting"
+    detail: str = ""  # the stage of loading, or why the engine gave up
+    phase_started: float = 0.0
+    phase_bound_ms: int = 0  # 0 = may last as long as it likes
+    ready: int = 0
+    step: int = 0
+    load: int = 0
+    waiting: int = 0
+    prefill_tokens_waiting: int = 0
+    term: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+
+    def phase_age_ms(self, now: float, since: float = 0.0) -> int:
+        """How long the phase has lasted, not counting time before `since`; 0 if unbounded."""
+        if not self.phase_bound_ms:
+            return 0
+        return max(0, int(1000 * (now - max(self.phase_started, since))))
+
+
+def create() -> int:
+    """A new page as a descriptor, to be inherited by the engine and closed by both."""
+    fd = os.memfd_create("shoal-engine-status", os.MFD_CLOEXEC)
+    os.ftruncate(fd, mmap.PAGESIZE)
+    return fd
+
+
+class StatusPage:
+    """One writer, any number of readers; a generation that is odd while the writer writes."""
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._generation = 0
+        self._status = EngineStatus()
+
+    def update(self, **changes: Any) -> None:
+        """Writer: change fields of `EngineStatus`."""
+        self._status = status = self._status._replace(**changes)
+        _GENERATION.pack_into(self._memory, 0, self._generation + 1)
+        phase, detail, *numbers = status
+        body = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES], *numbers)
+        _BODY.pack_into(self._memory, _GENERATION.size, *body)
+        self._generation += 2
+        _GENERATION.pack_into(self._memory, 0, self._generation)
+
+    def read(self) -> EngineStatus:
+        """Reader: the last whole status (or the one before, if the writer died inside a write)."""
+        for _ in range(_READS_MAX):
+            (before,) = _GENERATION.unpack_from(self._memory)
+            phase, detail, *numbers = _BODY.unpack_from(self._memory, _GENERATION.size)
+            (after,) = _GENERATION.unpack_from(self._memory)
+            if before == after and before % 2 == 0:
+                if before:
+                    self._status = EngineStatus(_text(phase), _text(detail), *numbers)
+                break
+        return self._status
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
