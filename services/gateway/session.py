@@ -42,6 +42,12 @@ Cause = Literal[
     "detokenizer_death",
     "hang",
 ]
+ROUTE_LOST: dict[str, Cause] = {
+    "worker_lost": "worker_death",
+    "worker_hung": "hang",
+    "detokenizer_lost": "detokenizer_death",
+}
+"""Reasons of `RouteLost` that are a death or a hang; all others are `moved`."""
 ATTEMPTS: frozenset[Cause] = frozenset({"failed", "worker_death", "detokenizer_death", "hang"})
 UNCOUNTED: frozenset[Cause] = frozenset({"leader", "resend"})
 
@@ -91,7 +97,7 @@ class Leg:
         """The finish reason that the delivered ids alone imply, "" for none."""
         if self.delivered >= self.sampling.max_tokens:
             return "length"
-        long_enough = self.delivered >= max(1, self.sampling.min_tokens)
+        long_enough = self.delivered > self.sampling.min_tokens
         if long_enough and self.output_ids[-1] in self.sampling.stop_token_ids:
             return "stop"
         return ""

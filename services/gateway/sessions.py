@@ -12,7 +12,7 @@ from services.gateway.clocks import Deadlines, Renewals
 from services.gateway.events import Emit, SessionSpec
 from services.gateway.peers import Leader
 from services.gateway.redrives import Redrives
-from services.gateway.session import Cause, Leg, Session
+from services.gateway.session import ROUTE_LOST, Cause, Leg, Session
 from services.gateway.tokenizing import Tokenizing
 from shared.core import Outbox
 from shared.errors import (
@@ -42,8 +42,6 @@ from shared.messages import (
     Tokenized,
 )
 from shared.subjects import inbox
-
-LOST: dict[str, Cause] = {"worker_lost": "worker_death", "detokenizer_lost": "detokenizer_death"}
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -156,7 +154,7 @@ class SessionTable:
     def reconnected(self, now: float) -> None:
         """Messages both ways may be lost: ask soon, but count no silence before now."""
         self._watcher.connected = True
-        self._restart(now)
+        self.slept(now)
         self._renewals.reconnected(now)
 
     # --- messages ---
@@ -188,7 +186,7 @@ class SessionTable:
     def tick(self, now: float) -> None:
         """Judge what time has made true: our own sleep first, deadlines even when cut off."""
         if self._watcher.slept(now):
-            self._restart(now)
+            self.slept(now)
         for request_id in self._deadlines.overdue(self._sessions, len(self._sessions), now):
             session = self._sessions[request_id]
             self._end(session, DeadlineExceeded(f"no answer in {session.spec.timeout_s:g} s."))
@@ -255,7 +253,7 @@ class SessionTable:
                 self.counters["not_leader"] += 1
             case RouteLost():
                 if message.term == 0 or message.term >= self.term:
-                    self._redrive(session, leg, LOST.get(message.reason, "moved"), now)
+                    self._redrive(session, leg, ROUTE_LOST.get(message.reason, "moved"), now)
 
     def _cancel_elsewhere(self, session: Session, leg: Leg) -> None:
         """The leg runs on another worker now: free what an earlier epoch may still hold."""
@@ -291,7 +289,7 @@ class SessionTable:
             if message.request_id not in self._tokenizing:
                 self.counters["dropped_stranger"] += 1
             elif message.retryable:
-                self._tokenizing.failed(message.request_id)
+                self._tokenizing.failed(message.request_id, message.epoch)
             else:
                 self._end(session, error)
             return
@@ -363,7 +361,7 @@ class SessionTable:
         if end is not None:
             self._end(session, end)
 
-    def _restart(self, now: float) -> None:
+    def slept(self, now: float) -> None:
         """We slept or were cut off: nobody else's silence counts before `now`."""
         self.counters["clock_restarts"] += 1
         self._tokenizing.restart(now)

@@ -83,9 +83,10 @@ class Tokenizing:
         self._give_up(question)
         return question.session
 
-    def failed(self, request_id: str) -> None:
-        """A tokenizer cannot answer now: the next is asked at the next tick."""
-        self._give_up(self._open[request_id])
+    def failed(self, request_id: str, attempt: int) -> None:
+        """A tokenizer cannot answer this try: the next is asked at the next tick."""
+        if attempt == self._open[request_id].attempt:
+            self._give_up(self._open[request_id])
 
     def beat(self, beat: Beat, now: float) -> None:
         self.tokenizers.beat(beat, now)

@@ -1,0 +1,90 @@
+"""Legs that wait for a worker, and the moment at which each gets one. Pure."""
+
+from collections.abc import Callable
+
+from services.scheduler.config import SchedulerConfig
+from services.scheduler.entries import Entry
+from services.scheduler.fairness import FairQueue
+from services.scheduler.placement import choose_detokenizer, choose_worker
+from services.scheduler.workers import Key, Peer, Peers
+
+Run = Callable[[Entry, Peer, Peer, float], None]
+"""Called with a leg, its worker, its detokenizer and the time; sets the leg's `worker`."""
+
+
+class Line:
+    """The queue, and beside it the legs that must run alone, which hold up nobody else."""
+
+    def __init__(self, peers: Peers, config: SchedulerConfig, run: Run) -> None:
+        self._peers = peers
+        self._config = config
+        self._run = run
+        self._queue = FairQueue[Entry](config.aging_s, config.tenant_weights)
+        self._alone: dict[Key, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._alone)
+
+    def add(self, entry: Entry, preferred: str, now: float) -> None:
+        """Place `entry` at `preferred` at once if that can be, else let it wait."""
+        if entry.submit.alone:
+            self._alone[entry.key] = entry
+        elif not self._run_again(entry, preferred, now):
+            self._queue.add(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """A waiting leg leaves; a placed one is not here."""
+        if entry.worker:
+            return
+        if self._alone.get(entry.key) is entry:
+            del self._alone[entry.key]
+        else:
+            self._queue.remove(entry)
+
+    def place(self, now: float) -> None:
+        """Place legs in their order while somebody has room."""
+        if not len(self):
+            return
+        steps = self._config.prefill_steps
+        self._place_alone(now)
+        kept_free = self._kept_free()
+        workers = [worker for worker in self._peers.workers.values() if worker is not kept_free]
+        for _ in range(self._config.runs_per_turn):
+            first = self._queue.first(now)
+            worker = choose_worker(workers, first.need, steps) if first is not None else None
+            detokenizer = choose_detokenizer(self._peers.detokenizers.values())
+            if first is None or worker is None or detokenizer is None:
+                return
+            self._queue.charge(first)
+            self._run(first, worker, detokenizer, now)
+
+    def _place_alone(self, now: float) -> None:
+        for entry in list(self._alone.values()):
+            workers, steps = self._peers.workers.values(), self._config.prefill_steps
+            worker = choose_worker(workers, entry.need, steps, alone=True)
+            detokenizer = choose_detokenizer(self._peers.detokenizers.values())
+            if worker is None or detokenizer is None:
+                return
+            del self._alone[entry.key]
+            worker.alone, worker.alone_at = entry.key, now
+            self._run(entry, worker, detokenizer, now)
+
+    def _kept_free(self) -> Peer | None:
+        """The worker that takes no new legs until it is empty, for a leg that must run alone."""
+        ready = [worker for worker in self._peers.workers.values() if worker.placeable]
+        if not self._alone or not ready:
+            return None
+        return min(ready, key=lambda worker: (worker.num_legs, worker.instance))
+
+    def _run_again(self, entry: Entry, preferred: str, now: float) -> bool:
+        """Back to its last worker, past the queue and without credit: it may still be running
+        there, or its blocks may still be cached.
+        """
+        worker = self._peers.workers.get(preferred)
+        detokenizer = choose_detokenizer(self._peers.detokenizers.values())
+        if worker is None or detokenizer is None or not worker.placeable:
+            return False
+        if worker.alone not in (None, entry.key):
+            return False
+        self._run(entry, worker, detokenizer, now)
+        return True

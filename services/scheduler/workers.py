@@ -1,0 +1,163 @@
+"""Which workers and detokenizers live, and what each has in hand. Pure."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shared.liveness import LastHeard
+from shared.messages import Beat
+
+SETTLE_S = 0.15  # a beat shows what was sent so long before it: one beat, the way, one step
+REMEMBER_S = 10.0  # a new leader repeats losses for so long
+DEAD_MAX = 4096  # instances known to be dead for good
+
+Key = tuple[str, int]  # request_id, choice
+
+
+class Sent(NamedTuple):
+    """A leg sent to a peer whose beats do not show it yet."""
+
+    key: Key
+    at: float
+    tokens: int
+    blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A worker or a detokenizer: its last beat, and what changed since."""
+
+    beat: Beat
+    hung: bool = False
+    sent: deque[Sent] = field(default_factory=deque)
+    ended: int = 0  # legs that ended since the last beat
+    alone: Key | None = None  # runs this leg and nothing else
+    alone_at: float = 0.0
+
+    @property
+    def instance(self) -> str:
+        return self.beat.instance
+
+    @property
+    def placeable(self) -> bool:
+        return self.beat.ready and not self.beat.draining and not self.hung
+
+    @property
+    def num_legs(self) -> int:
+        """Legs there now, as far as known."""
+        return max(0, self.beat.load + self.beat.waiting - self.ended) + len(self.sent)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt ids there that wait to be computed."""
+        return self.beat.prefill_tokens_waiting + sum(sent.tokens for sent in self.sent)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.beat.free_blocks - sum(sent.blocks for sent in self.sent)
+
+    def hear(self, beat: Beat, now: float) -> None:
+        stepped = beat.step != self.beat.step
+        self.beat = beat
+        self.ended = 0
+        while self.sent and self.sent[0].at <= now - SETTLE_S:
+            self.sent.popleft()
+        if self.hung and (stepped or not overdue(beat)):
+            self.hung = False
+        if self.alone is not None and not self.num_legs and now - self.alone_at > 1.0:
+            self.alone = None
+
+    def send(self, sent: Sent) -> None:
+        """A leg is on its way there."""
+        self.sent.append(sent)
+
+    def end(self, key: Key) -> None:
+        """A leg has left."""
+        if self.alone == key:
+            self.alone = None
+        for sent in self.sent:
+            if sent.key == key:
+                self.sent.remove(sent)
+                return
+        self.ended += 1
+
+
+def overdue(beat: Beat) -> bool:
+    """Whether the worker's engine is in one phase for longer than it said it could be."""
+    return 0 < beat.phase_bound_ms < beat.phase_age_ms
+
+
+class Gone(NamedTuple):
+    """A peer that is dead, or hung."""
+
+    instance: str
+    hung: bool
+
+
+class Peers:
+    """All workers and detokenizers heard of, and those lost in the last seconds."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Peer] = {}
+        self.detokenizers: dict[str, Peer] = {}
+        self._heard = LastHeard()
+        self._dead: OrderedDict[str, None] = OrderedDict()
+        self._recent: deque[tuple[float, Gone]] = deque()
+
+    def hear(self, beat: Beat, now: float) -> None:
+        """Take a beat; one that a dead instance sent before its end is ignored."""
+        table = {"gpu_worker": self.workers, "detokenizer": self.detokenizers}.get(beat.role)
+        if table is None or beat.instance in self._dead:
+            return
+        self._heard.heard(beat.instance, now)
+        peer = table.get(beat.instance)
+        if peer is None:
+            table[beat.instance] = Peer(beat)
+        elif beat.seq >= peer.beat.seq:
+            peer.hear(beat, now)
+
+    def died(self, instance: str, now: float) -> Gone | None:
+        """The process is known to be gone; None when it was no peer of ours, or known before."""
+        self._dead[instance] = None
+        if len(self._dead) > DEAD_MAX:
+            self._dead.popitem(last=False)
+        return self._lose(Gone(instance, hung=False), now) if instance in self._heard else None
+
+    def tick(self, now: float) -> list[Gone]:
+        """Peers that fell silent, and workers that hang since the last tick."""
+        gone = [self._lose(Gone(name, hung=False), now) for name in self._heard.silent(now)]
+        for worker in self.workers.values():
+            if not worker.hung and overdue(worker.beat):
+                worker.hung = True
+                gone.append(self._remember(Gone(worker.instance, hung=True), now))
+        return gone
+
+    def recent(self, now: float) -> list[Gone]:
+        """What was lost lately and is not back, oldest first."""
+        while self._recent and now - self._recent[0][0] > REMEMBER_S:
+            self._recent.popleft()
+        return [gone for _, gone in self._recent if not self.usable(gone.instance)]
+
+    def usable(self, instance: str) -> bool:
+        """Whether this worker or detokenizer lives and does not hang."""
+        peer = self.workers.get(instance) or self.detokenizers.get(instance)
+        return peer is not None and not peer.hung
+
+    def named(self, worker: str, detokenizer: str) -> list[Peer]:
+        """The two that have a leg in hand, as far as they live."""
+        pair = self.workers.get(worker), self.detokenizers.get(detokenizer)
+        return [peer for peer in pair if peer is not None]
+
+    def restart(self, now: float) -> None:
+        """We slept or were cut off: nobody has been silent before `now`."""
+        self._heard.restart(now)
+
+    def _lose(self, gone: Gone, now: float) -> Gone:
+        self._heard.forget(gone.instance)
+        self.workers.pop(gone.instance, None)
+        self.detokenizers.pop(gone.instance, None)
+        return self._remember(gone, now)
+
+    def _remember(self, gone: Gone, now: float) -> Gone:
+        self._recent.append((now, gone))
+        return gone
