@@ -70,7 +70,8 @@ class Shield:
         self.mark = chr(base)
         self._control = control
         self._hidden = {char: chr(base + n) for n, char in enumerate(control.alphabet, start=1)}
-        self._revealed = {ord(hidden): char for char, hidden in self._hidden.items()}
+        self._revealed: dict[int, str | None] = {ord(self.mark): None}
+        self._revealed |= {ord(hidden): char for char, hidden in self._hidden.items()}
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`messages` hidden; known roles stay what the template compares them with."""
