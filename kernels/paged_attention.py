@@ -1,0 +1,89 @@
+"""Causal attention over a paged KV cache, with grouped queries.
+
+    y[h] = softmax(q[h] K[h // group]^T / sqrt(head_dim)) V[h // group]
+
+A cache of one layer is [2, kv_heads, blocks, block_size, head_dim]: keys, then values. Heads stand
+before blocks so that gathering the blocks of a sequence yields [kv_heads, tokens, head_dim] as the
+matrix product wants it; with tokens before heads a second copy took as long as the attention itself
+(32 rows of 256 tokens, fp32: 3.2 ms against 1.5 ms a layer).
+
+A step's rows are cut into groups whose sequences share one padded length. Decode rows of similar
+length make one group, a tile of a prefill chunk makes one of its own. In fp32 a row's result is
+bitwise the same in every batch and chunking: padding is a multiple of the block size and adds exact
+zeros, and the sum over values runs in tiles of 256 tokens, since longer ones are cut by length.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VALUE_TILE = 256  # tokens; the longest sum that the matrix library was seen to take in one piece
+
+
+class AttentionGroup(NamedTuple):
+    """Rows [start, stop) of a step: `num_sequences` sequences with equally many rows each."""
+
+    start: int
+    stop: int
+    num_sequences: int
+    block_ids: Tensor  # int64 [num_sequences * blocks]; padded with blocks of the same sequence
+    hidden: Tensor  # bool [num_sequences, rows, 1, blocks * block_size]: what a row may not see
+
+
+def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store row r ([rows, kv_heads, head_dim]) in slot `slots[r]` = block * block_size + offset."""
+    flat = cache.flatten(2, 3)
+    flat[0].index_copy_(1, slots, keys.transpose(0, 1))
+    flat[1].index_copy_(1, slots, values.transpose(0, 1))
+
+
+def paged_attention(queries: Tensor, cache: Tensor, groups: list[AttentionGroup]) -> Tensor:
+    """`queries` [rows, heads, head_dim] -> the same shape. Keys of the step are in the cache."""
+    out = torch.empty_like(queries)
+    for group in groups:
+        rows = slice(group.start, group.stop)
+        out[rows] = _attend(queries[rows], cache, group)
+    return out
+
+
+def _attend(queries: Tensor, cache: Tensor, group: AttentionGroup) -> Tensor:
+    """One group. Reads each of its KV blocks once and writes them once, gathered."""
+    kv_heads, head_dim = cache.shape[1], cache.shape[-1]
+    n = group.num_sequences
+    keys = cache[0].index_select(1, group.block_ids).view(kv_heads, n, -1, head_dim)
+    values = cache[1].index_select(1, group.block_ids).view(kv_heads, n, -1, head_dim)
+    # [sequences, rows, kv_heads, group, head_dim] -> [kv_heads, sequences, rows * group, head_dim]
+    q = queries.view(n, -1, kv_heads, queries.shape[1] // kv_heads, head_dim)
+    shape = q.permute(2, 0, 1, 3, 4).shape
+    q = (q.permute(2, 0, 1, 3, 4) * (1 / math.sqrt(head_dim))).flatten(2, 3)
+    scores = torch.matmul(q, keys.transpose(-1, -2))
+    scores.view(*shape[:4], -1).masked_fill_(group.hidden, -math.inf)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
+    attended = _weighted_sum(weights, values).view(shape)
+    return attended.permute(1, 2, 0, 3, 4).reshape(queries.shape)
+
+
+def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """The product over tokens, summed in fp32 tile after tile."""
+    length = values.shape[-2]
+    total = torch.matmul(weights[..., :VALUE_TILE], values[..., :VALUE_TILE, :]).float()
+    for start in range(VALUE_TILE, length, VALUE_TILE):
+        tile = slice(start, start + VALUE_TILE)
+        total += torch.matmul(weights[..., tile], values[..., tile, :])
+    return total
+
+
+def attention_reference(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One sequence without pages: `queries` are the last rows [rows, heads, head_dim] of it;
+    keys and values [tokens, kv_heads, head_dim]. Everything in fp32.
+    """
+    rows, heads, head_dim = queries.shape
+    tokens, kv_heads, _ = keys.shape
+    wide_keys = keys.float().repeat_interleave(heads // kv_heads, dim=1)
+    wide_values = values.float().repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("rhd,thd->hrt", queries.float(), wide_keys) / math.sqrt(head_dim)
+    future = torch.ones(rows, tokens, dtype=torch.bool).triu(tokens - rows + 1)
+    weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+    return torch.einsum("hrt,thd->rhd", weights, wide_values).to(queries.dtype)

@@ -1,0 +1,241 @@
+"""The real model behind the `ModelRunner` protocol: KV pool, batch assembly, forward, sampling."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kernels.paged_attention import AttentionGroup
+from services.gpu_worker.loader import load_llama
+from services.gpu_worker.models.llama import Llama, LlamaConfig, StepInput
+from services.gpu_worker.runner import ModelSpec, Sampled, Scheduled
+from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.sequence import Sequence
+from shared.kv import BLOCK_SIZE
+from shared.model_files import read_model
+from shared.sampling import SamplingParams
+
+QUERY_TILE = 128  # prompt tokens whose scores are in memory at once: 9 heads x 8k context = 38 MB
+_WARM_UP_TOKENS = 64
+_BOUND_FACTOR = 20  # a step on a machine with ten other busy processes is slow, not hung
+_BOUND_MIN_MS = 5_000
+_BOUND_COLD_MS = 60_000  # before `warm_up` has measured
+
+
+def load_runner(
+    path: Path,
+    *,
+    dtype: str,
+    num_blocks: int | None,
+    kv_bytes_max: int,
+    max_model_len: int | None,
+    num_threads: int,
+    progress: Callable[[str], None],
+) -> "LlamaRunner":
+    """Load the model at `path` (GGUF file or Hugging Face directory) and allocate its KV pool.
+
+    `dtype` is "fp32", "bf16" or "auto" (see `compute_dtype`). The pool has `num_blocks` blocks, or
+    what fits `kv_bytes_max`. Sets the threads of the whole process.
+
+    Raises `ModelFileError` for the files, `ValueError` naming the setting that does not fit.
+    """
+    torch.set_num_threads(num_threads)
+    kind = compute_dtype(dtype)
+    progress("reading metadata")
+    files = read_model(path)
+    progress(f"loading weights as {str(kind).removeprefix('torch.')}")
+    config, weights = load_llama(path, kind)
+    if num_blocks is None:
+        num_blocks = kv_bytes_max // block_bytes(config, kind)
+    longest = min(config.context_length, num_blocks * BLOCK_SIZE)
+    if longest < 1:
+        raise ValueError(f"kv_bytes_max: {kv_bytes_max} bytes hold no block of KV")
+    if max_model_len is None:
+        max_model_len = longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len: {max_model_len}, but the model was trained for "
+            f"{config.context_length} and the KV pool holds {num_blocks * BLOCK_SIZE} tokens"
+        )
+    model = Llama(config, weights, max_model_len)
+    spec = ModelSpec(
+        name=files.name,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        end_ids=files.end_ids,
+    )
+    return LlamaRunner(model, spec)
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """What to compute in. "auto" is a rule, not a measurement, so that all workers of a pool agree:
+    bf16 where the processor multiplies it (AVX512-BF16, AMX), else fp32.
+    """
+    if name == "auto":
+        has = torch.cpu.get_capabilities()
+        name = "bf16" if has.get("avx512_bf16") or has.get("amx_bf16") else "fp32"
+    try:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    except KeyError:
+        raise ValueError(f"dtype: {name!r} is not one of auto, fp32, bf16") from None
+
+
+def block_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+    """Size of one KV block over all layers."""
+    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+    return BLOCK_SIZE * per_token * dtype.itemsize
+
+
+class _Piece(NamedTuple):
+    """Ids [start, stop) of one row of the batch: what one attention group takes of it."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks of everything these ids may see."""
+        return self.sequence.block_table[: -(-self.stop // BLOCK_SIZE)]
+
+
+class LlamaRunner:
+    """Runs steps of one model; see `ModelRunner`."""
+
+    def __init__(self, model: Llama, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._model = model
+        self._sampler = Sampler(spec.end_ids)
+        config = model.config
+        # Zeros, because slots that are hidden from a row still take part with weight 0.
+        self._pool = torch.zeros(
+            config.num_layers,
+            2,
+            config.num_kv_heads,
+            spec.num_blocks,
+            BLOCK_SIZE,
+            config.head_dim,
+            dtype=model.dtype,
+        )
+        self._step_ms = 0.0  # measured by `warm_up`: a step of one row, and a further token
+        self._token_ms = 0.0
+
+    def warm_up(self) -> None:
+        """Prefill and decode in the first blocks of the pool; call it before the first step."""
+        count = min(_WARM_UP_TOKENS, self.spec.max_model_len - 1)
+        sequence = Sequence([0] * (count + 1), SamplingParams(max_tokens=1, temperature=0))
+        sequence.block_table = [*range(count // BLOCK_SIZE + 1)]
+        if count:
+            self._timed_ms(Scheduled(sequence, count))
+            self._token_ms = self._timed_ms(Scheduled(sequence, count)) / count
+        sequence.num_computed_tokens = count
+        self._timed_ms(Scheduled(sequence, 1))
+        self._step_ms = self._timed_ms(Scheduled(sequence, 1))
+
+    def _timed_ms(self, scheduled: Scheduled) -> float:
+        start = time.perf_counter()
+        self.execute([scheduled])
+        return (time.perf_counter() - start) * 1000
+
+    def phase_bound_ms(self, batch: list[Scheduled]) -> int:
+        """See `ModelRunner`: the warm-up's speed, with a wide margin for a busy machine."""
+        if not self._step_ms:
+            return _BOUND_COLD_MS
+        tokens = sum(scheduled.num_tokens for scheduled in batch)
+        longest = max((scheduled.sequence.num_tokens for scheduled in batch), default=0)
+        step_ms = self._step_ms + tokens * self._token_ms * (1 + longest / 1024)
+        return max(_BOUND_MIN_MS, int(_BOUND_FACTOR * step_ms))
+
+    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+        """See `ModelRunner`."""
+        results: list[Sampled | None] = [None] * len(batch)
+        groups = _grouped(batch)
+        pieces = [piece for group in groups for piece in group]
+        with torch.inference_mode():
+            self._clear_opened_blocks(batch)
+            step, rows = _assemble(groups, pieces, batch)
+            logits = self._model.forward(step, self._pool)
+            if rows:
+                sequences = [batch[row].sequence for row in rows]
+                for row, sampled in zip(rows, self._sampler.sample(logits, sequences), strict=True):
+                    results[row] = sampled
+        return results
+
+    def _clear_opened_blocks(self, batch: list[Scheduled]) -> None:
+        """Zero the blocks that this step begins and does not fill: their free slots may hold NaN
+        of an earlier leg, and 0 * NaN would reach this one.
+        """
+        opened = []
+        for sequence, num_tokens in batch:
+            start = sequence.num_computed_tokens
+            last, filled = divmod(start + num_tokens, BLOCK_SIZE)
+            if filled and start <= last * BLOCK_SIZE:
+                opened.append(sequence.block_table[last])
+        if opened:
+            self._pool.index_fill_(3, torch.tensor(opened), 0)
+
+
+def _grouped(batch: list[Scheduled]) -> list[list[_Piece]]:
+    """Pieces by attention group. Single ids go together with those of similar context, at most
+    twice as long, since a group is padded to its longest; a tile of a chunk goes alone.
+    """
+    singles: dict[int, list[_Piece]] = {}
+    tiles = []
+    for row, (sequence, num_tokens) in enumerate(batch):
+        end = sequence.num_computed_tokens + num_tokens
+        for start in range(sequence.num_computed_tokens, end, QUERY_TILE):
+            piece = _Piece(row, sequence, start, min(start + QUERY_TILE, end))
+            if piece.stop - piece.start == 1:
+                singles.setdefault(len(piece.blocks).bit_length(), []).append(piece)
+            else:
+                tiles.append([piece])
+    return [*singles.values(), *tiles]
+
+
+def _assemble(
+    groups: list[list[_Piece]], pieces: list[_Piece], batch: list[Scheduled]
+) -> tuple[StepInput, list[int]]:
+    """The step's tensors, and the rows of the batch that its sampled rows belong to."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled: dict[int, int] = {}  # row of the batch -> row of the step
+    for piece in pieces:
+        places = range(piece.start, piece.stop)
+        table = piece.sequence.block_table
+        ids += piece.sequence.ids_from(piece.start, len(places))
+        positions += places
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in places]
+        if piece.stop == piece.sequence.num_tokens and batch[piece.row].samples:
+            sampled[piece.row] = len(ids) - 1
+    step = StepInput(
+        ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        groups=_attention_groups(groups),
+        sampled=torch.tensor([*sampled.values()], dtype=torch.int64),
+    )
+    return step, [*sampled]
+
+
+def _attention_groups(groups: list[list[_Piece]]) -> list[AttentionGroup]:
+    found = []
+    begin = 0
+    for group in groups:
+        rows = group[0].stop - group[0].start
+        width = max(len(piece.blocks) for piece in group)
+        block_ids = []
+        for piece in group:  # padded with a block of its own: no leg reads another's
+            block_ids += piece.blocks + piece.blocks[-1:] * (width - len(piece.blocks))
+        starts = torch.tensor([piece.start for piece in group])
+        positions = starts[:, None] + torch.arange(rows)
+        hidden = torch.arange(width * BLOCK_SIZE) > positions[:, :, None, None]
+        end = begin + len(group) * rows
+        found.append(AttentionGroup(begin, end, len(group), torch.tensor(block_ids), hidden))
+        begin = end
+    return found

@@ -1,0 +1,167 @@
+"""Choosing the next id of each row: a pure function of its logits, its ids, its seed and position.
+
+A row's draw depends on nothing else, so neither the company in the batch nor a resume changes it.
+"""
+
+import math
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from services.gpu_worker.runner import Sampled
+from services.gpu_worker.sequence import Sequence
+from shared.ids import pack_ids
+from shared.messages import TokenLogprobs
+from shared.sampling import SamplingParams
+
+_WORD = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_TAIL = 1e-3  # of the best id's weight: below it top_k and top_p cut nearly always
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) keyed by (seed, position): SplitMix64 (Steele et al., 2014) of a hashed
+    seed, entered at `position`, so that nearby seeds share no stretch of their streams.
+    """
+    word = _mix((_mix((seed + _GOLDEN) & _WORD) + (position + 1) * _GOLDEN) & _WORD)
+    return float(word >> 11) * 2.0**-53
+
+
+def _mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+class Sampler:
+    """Samples all rows of a step at once. `end_ids` are those that `min_tokens` masks."""
+
+    def __init__(self, end_ids: frozenset[int]) -> None:
+        self._end_ids = end_ids
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        """`logits` fp32 [rows, vocab], one row per sequence; not changed.
+
+        Logprobs are of the model's own distribution, before penalties and temperature.
+        """
+        # A NaN or an infinity anywhere makes the sum one; no sound model's logits overflow it.
+        sound = logits.sum(-1).isfinite().tolist()
+        shaped = self._shaped(logits, sequences)
+        ids = shaped.argmax(-1).tolist()
+        drawn = [
+            row for row, s in enumerate(sequences) if s.sampling.temperature > 0 and sound[row]
+        ]
+        if drawn:
+            draws = _draw(shaped[drawn], [sequences[row] for row in drawn])
+            for row, token_id in zip(drawn, draws, strict=True):
+                ids[row] = token_id
+        logprobs = _logprobs(logits, sequences, ids)
+        return [
+            Sampled(ids[row], logprobs[row]) if sound[row] else Sampled(0, fault="nan_logits")
+            for row in range(len(sequences))
+        ]
+
+    def _shaped(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
+        """Logits with masks, biases and penalties, copied only if there are any."""
+        rows = [row for row, sequence in enumerate(sequences) if _has_shape(sequence)]
+        if not rows:
+            return logits
+        logits = logits.clone()
+        for row in rows:
+            self._shape(logits[row], sequences[row])
+        return logits
+
+    def _shape(self, logits: Tensor, sequence: Sequence) -> None:
+        params, output_ids = sequence.sampling, sequence.output_ids
+        if len(output_ids) < params.min_tokens:
+            ends = {*params.stop_token_ids} | (set() if params.ignore_eos else self._end_ids)
+            logits[_within(ends, logits)] = -math.inf
+        if params.logit_bias:
+            bias = {i: b for i, b in params.logit_bias.items() if 0 <= i < len(logits)}
+            logits[[*bias]] += torch.tensor([*bias.values()])
+        if params.repetition_penalty != 1:
+            seen = [*{*sequence.prompt_ids, *output_ids}]
+            factor = params.repetition_penalty
+            scores = logits[seen]
+            logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+        if params.presence_penalty or params.frequency_penalty:
+            times = Counter(output_ids)
+            counts = torch.tensor([*times.values()])
+            logits[[*times]] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _has_shape(sequence: Sequence) -> bool:
+    params = sequence.sampling
+    return bool(
+        len(sequence.output_ids) < params.min_tokens
+        or params.logit_bias
+        or params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+    )
+
+
+def _within(ids: set[int], logits: Tensor) -> list[int]:
+    """A client may name ids that this model does not have; they match nothing."""
+    return [i for i in ids if 0 <= i < len(logits)]
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> list[int]:
+    """One id per row by the inverse of the cumulative distribution, in fp64."""
+    params = [sequence.sampling for sequence in sequences]
+    temperature = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
+    weights = logits.double()
+    weights = ((weights - weights.amax(-1, keepdim=True)) / temperature).exp_()  # the best is 1
+    if any(p.min_p for p in params):
+        weights[weights < torch.tensor([[p.min_p] for p in params], dtype=torch.float64)] = 0
+    for row, p in zip(weights, params, strict=True):
+        _cut(row, p)
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    points = torch.tensor(
+        [[uniform(s.sampling.seed, len(s.output_ids))] for s in sequences], dtype=torch.float64
+    )
+    ids = torch.searchsorted(cumulative, points * total, right=True)
+    # Rounding can put the point at the total itself: the last id that has weight is meant.
+    last = torch.searchsorted(cumulative, total)
+    ids_of_rows: list[int] = torch.minimum(ids, last).squeeze(1).tolist()
+    return ids_of_rows
+
+
+def _cut(weights: Tensor, params: SamplingParams) -> None:
+    """Zero what is not among the `top_k` best or, of these, outside the fewest best that hold
+    `top_p` of their sum. Ids that tie with the last one kept are kept.
+    """
+    limited = 0 < params.top_k < len(weights)
+    if not limited and params.top_p >= 1:
+        return
+    total = weights.sum()
+    best = weights[weights > _TAIL]
+    enough = len(best) >= params.top_k if limited else best.sum() >= params.top_p * total
+    best = (best if enough else weights).sort(descending=True).values
+    if limited:
+        best = best[: params.top_k]
+        total = best.sum()
+    kept = len(best)
+    if params.top_p < 1:
+        better = best.cumsum(0) - best  # weight of the ids before each
+        kept = max(1, int((better < params.top_p * total).sum()))
+    weights[weights < best[kept - 1]] = 0
+
+
+def _logprobs(
+    logits: Tensor, sequences: list[Sequence], ids: list[int]
+) -> list[TokenLogprobs | None]:
+    """Of the chosen id and the k best, for the rows that asked."""
+    found: list[TokenLogprobs | None] = [None] * len(sequences)
+    rows = [row for row, s in enumerate(sequences) if s.sampling.logprobs is not None]
+    if not rows:
+        return found
+    logprobs = torch.log_softmax(logits[rows], dim=-1)
+    for row, of_row in zip(rows, logprobs, strict=True):
+        count = min(sequences[row].sampling.logprobs or 0, len(of_row))
+        best = of_row.topk(count)
+        top_ids, top_logprobs = best.indices.tolist(), best.values.tolist()
+        found[row] = TokenLogprobs(of_row[ids[row]].item(), pack_ids(top_ids), tuple(top_logprobs))
+    return found
