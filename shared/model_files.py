@@ -7,7 +7,7 @@ tokenizer_config.json, generation_config.json, chat_template.jinja).
 import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -29,6 +29,8 @@ _END_TOKENS = frozenset(
 )
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4  # tokenizer.ggml.token_type; 1 is normal
 _MAX_VOCABULARY = 1 << 22
+
+T = TypeVar("T")
 
 
 class Vocabulary:
@@ -129,64 +131,86 @@ def _byte_level(token: str) -> bytes:
 # --- GGUF --------------------------------------------------------------------------------------
 
 
-def _from_gguf(file: Path) -> ModelFiles:
-    metadata = read_gguf(file).metadata
+class _Metadata:
+    """Typed reads of a GGUF file's metadata; a key that is missing or wrong is refused by name."""
 
-    def need(key: str, kind: type) -> Any:
-        value = metadata.get(key)
-        if not isinstance(value, kind):
-            reason = "missing" if value is None else f"not of type {kind.__name__}"
-            raise ModelFileError(file, key, reason)
-        return value
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._values = read_gguf(file).metadata
 
-    architecture = need("general.architecture", str)
-    model = need("tokenizer.ggml.model", str)
-    if model != "gpt2":
-        reason = f"{model!r} is not supported, only byte-level BPE ('gpt2') is"
-        raise ModelFileError(file, "tokenizer.ggml.model", reason)
-    tokens: list[str] = need("tokenizer.ggml.tokens", list)
-    types: list[int] = need("tokenizer.ggml.token_type", list)
-    if len(types) != len(tokens):
-        reason = f"{len(types)} entries for {len(tokens)} tokens"
-        raise ModelFileError(file, "tokenizer.ggml.token_type", reason)
-    control = frozenset(i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL))
-    user = frozenset(i for i, kind in enumerate(types) if kind == _USER)
+    def get(self, key: str, kind: type[T], default: T) -> T:
+        value = self._values.get(key, default)
+        if isinstance(value, kind):
+            return value
+        raise ModelFileError(self.file, key, f"not of type {kind.__name__}")
 
-    def special_id(name: str) -> int | None:
+    def need(self, key: str, kind: type[T]) -> T:
+        if key not in self._values:
+            raise ModelFileError(self.file, key, "missing")
+        return self.get(key, kind, self._values[key])
+
+    def need_list(self, key: str, kind: type[T]) -> list[T]:
+        items = self.need(key, list)
+        if not all(isinstance(item, kind) for item in items):
+            raise ModelFileError(self.file, key, f"not a list of type {kind.__name__}")
+        return items
+
+    def token_id(self, name: str, size: int) -> int | None:
+        """A special token's id, None if the file names none; `size` of the vocabulary."""
         key = f"tokenizer.ggml.{name}_token_id"
-        token_id = metadata.get(key)
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise ModelFileError(file, key, f"{token_id} is outside the vocabulary")
+        if key not in self._values:
+            return None
+        token_id = self.need(key, int)
+        if not 0 <= token_id < size:
+            raise ModelFileError(self.file, key, f"{token_id} is outside the vocabulary")
         return token_id
 
-    ends = {special_id("eos"), special_id("eot"), special_id("eom")} - {None}
-    ends |= {i for i in control if tokens[i] in _END_TOKENS}
-    raw = [
-        token.encode() if i in control or i in user else _byte_level(token)
-        for i, token in enumerate(tokens)
-    ]
-    named = {name: special_id(name) for name in ("bos", "eos", "unknown", "padding")}
+
+def _from_gguf(file: Path) -> ModelFiles:
+    metadata = _Metadata(file)
+    architecture = metadata.need("general.architecture", str)
+    parts = _bpe_parts(metadata)
+    size = len(parts.tokens)
+    ids = {name: metadata.token_id(name, size) for name in ("bos", "eos", "unknown", "padding")}
+    ends = {ids["eos"], metadata.token_id("eot", size), metadata.token_id("eom", size)}
+    ends |= {i for i in parts.control if parts.tokens[i] in _END_TOKENS}
+    plain = parts.control | parts.user
+    raw = [t.encode() if i in plain else _byte_level(t) for i, t in enumerate(parts.tokens)]
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
     return ModelFiles(
         path=file,
         name=file.stem,
         architecture=architecture,
-        max_model_len=need(f"{architecture}.context_length", int),
-        vocabulary=Vocabulary(raw, control, (i for i in ends if i is not None)),
-        bos_id=named["bos"],
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
-        chat_template=metadata.get("tokenizer.chat_template", ""),
+        max_model_len=metadata.need(f"{architecture}.context_length", int),
+        vocabulary=Vocabulary(raw, parts.control, (i for i in ends if i is not None)),
+        bos_id=ids["bos"],
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token", bool, False),
+        chat_template=metadata.get("tokenizer.chat_template", str, ""),
         special_texts={
-            f"{short}_token": tokens[i]
-            for short, i in zip(("bos", "eos", "unk", "pad"), named.values(), strict=True)
+            name: parts.tokens[i]
+            for name, i in zip(names, ids.values(), strict=True)
             if i is not None
         },
-        bpe=BpeParts(
-            pre=need("tokenizer.ggml.pre", str),
-            tokens=tokens,
-            merges=need("tokenizer.ggml.merges", list),
-            control=control,
-            user=user,
-        ),
+        bpe=parts,
+    )
+
+
+def _bpe_parts(metadata: _Metadata) -> BpeParts:
+    model = metadata.need("tokenizer.ggml.model", str)
+    if model != "gpt2":
+        reason = f"{model!r} is not supported, only byte-level BPE ('gpt2') is"
+        raise ModelFileError(metadata.file, "tokenizer.ggml.model", reason)
+    tokens = metadata.need_list("tokenizer.ggml.tokens", str)
+    types = metadata.need_list("tokenizer.ggml.token_type", int)
+    if len(types) != len(tokens):
+        reason = f"{len(types)} entries for {len(tokens)} tokens"
+        raise ModelFileError(metadata.file, "tokenizer.ggml.token_type", reason)
+    return BpeParts(
+        pre=metadata.need("tokenizer.ggml.pre", str),
+        tokens=tokens,
+        merges=metadata.need_list("tokenizer.ggml.merges", str),
+        control=frozenset(i for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)),
+        user=frozenset(i for i, kind in enumerate(types) if kind == _USER),
     )
 
 
