@@ -71,7 +71,7 @@ class HttpEdge:
             handler_cancellation=True,  # a client that goes away cancels its request
             access_log=None,
             keepalive_timeout=self._config.header_timeout_s,  # also the bound on request headers
-            lingering_time=LINGER_S,
+            lingering_time=min(LINGER_S, self._config.body_timeout_s),
             shutdown_timeout=1.0,
         )
         self._site: web.SockSite | None = None

@@ -1,0 +1,221 @@
+"""What hostile, broken or slow clients do to the HTTP edge: raw sockets."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from shared.testing import eventually
+from tests.services.gateway.fake_mesh import Front, front
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
+PATH = "/v1/chat/completions"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@contextlib.asynccontextmanager
+async def connected(edge: Front, receive_buffer: int = 0) -> AsyncIterator[Connection]:
+    """A raw connection; `receive_buffer` bytes are all that its kernel takes unread."""
+    sock = socket.socket()
+    if receive_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", edge.port))
+    limit = 1024 if receive_buffer else 1 << 16
+    reader, writer = await asyncio.open_connection(sock=sock, limit=limit)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+def request(body: bytes, **headers: str) -> bytes:
+    given = {"Host": "x", "Content-Length": str(len(body)), **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    return f"POST {PATH} HTTP/1.1\r\n{lines}\r\n".encode() + body
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Status and JSON of a response."""
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = next(
+            int(line.split(":")[1])
+            for line in head.lower().split("\r\n")
+            if line.startswith("content-length")
+        )
+        return int(head.split()[1]), json.loads(await reader.readexactly(length))
+
+
+async def test_dripping_headers_are_cut() -> None:
+    """Headers that never end are cut at `header_timeout_s`, however steadily they drip."""
+    async with front(header_timeout_s=0.3) as edge, connected(edge) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"X-A: b\r\n")
+                await asyncio.sleep(0.02)
+
+        dripping = asyncio.create_task(drip())
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+        dripping.cancel()
+
+
+async def test_a_slow_body_is_a_408() -> None:
+    """A body that does not arrive in time is answered, and the connection closed."""
+    async with front(body_timeout_s=0.2) as edge, connected(edge) as (reader, writer):
+        writer.write(request(b"{" * 100)[:-50])
+        status, body = await answer(reader)
+
+        assert (status, body["error"]["code"]) == (408, "request_timeout")
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+
+
+async def test_an_announced_oversize_body_is_refused_unread() -> None:
+    """Content-Length over the limit is a 413 before a byte of the body is read."""
+    async with front(body_bytes_max=1000) as edge, connected(edge) as (reader, writer):
+        writer.write(request(b"", **{"Content-Length": "1001"}))
+        status, body = await answer(reader)
+
+    assert (status, body["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_an_unannounced_oversize_body_is_refused() -> None:
+    """A chunked body is counted as it comes."""
+    async with front(body_bytes_max=1000) as edge, connected(edge) as (reader, writer):
+        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head.encode() + b"7d0\r\n" + b" " * 2000 + b"\r\n0\r\n\r\n")
+        status, body = await answer(reader)
+
+    assert (status, body["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_a_prompt_too_large_for_the_bus_is_a_413() -> None:
+    """What would not fit a message is refused at the edge, not found out by the bus."""
+    async with front(wire_bytes_max=1000) as edge:
+        for path, big in (
+            (PATH, {"messages": [{"role": "user", "content": "x" * 2000}]}),
+            ("/v1/completions", {"prompt": ["x" * 600, "y" * 600]}),
+            ("/v1/completions", {"prompt": [1] * 300}),
+        ):
+            status, body, _ = await edge.post(path, big)
+            assert (status, body["error"]["code"]) == (413, "payload_too_large")
+        assert edge.mesh.generated == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"a": 1} {}',
+        b"[" * 100_000,
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"x": "\xff"}',
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
+        b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}',
+        b"\x81\xa5model\xa4tiny",
+    ],
+)
+async def test_a_malformed_body_is_a_400(body: bytes) -> None:
+    """What is not one JSON object is a 400 in OpenAI's shape, and the gateway lives on."""
+    async with front() as edge:
+        status, answered, _ = await edge.post(PATH, body)
+
+        assert status == 400
+        assert answered["error"]["type"] == "invalid_request_error"
+        assert (await edge.post(PATH, CHAT))[0] == 200
+
+
+@pytest.mark.parametrize("half", [False, True])
+async def test_a_vanished_client_cancels(half: bool) -> None:
+    """A connection that closes, or half-closes, in the middle of a stream cancels its request."""
+    async with front() as edge, connected(edge) as (reader, writer):
+        edge.mesh.script.stuck_after = 2
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()))
+        await reader.readuntil(b"\r\n\r\n")
+        if half:
+            writer.write_eof()
+        else:
+            writer.transport.abort()
+
+        await eventually(lambda: len(edge.mesh.cancelled) >= 1, what="Cancel seen")
+        await edge.quiet()
+
+
+async def test_a_reader_that_takes_nothing_is_cut() -> None:
+    """A client that stops reading is cut after `write_timeout_s`, and its request cancelled."""
+    async with front(write_timeout_s=0.3) as edge, connected(edge, 4096) as (reader, writer):
+        edge.mesh.script.pieces = ["x" * 10_000]
+        body = {**CHAT, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+        writer.write(request(json.dumps(body).encode()))
+        await reader.readuntil(b"\r\n")
+
+        await eventually(lambda: len(edge.mesh.cancelled) >= 1, 20, "Cancel seen")
+        await edge.quiet()
+        assert max(edge.mesh.sent.values()) < 4000
+
+
+async def test_a_reader_that_lags_by_too_much_is_cut() -> None:
+    """Ids held for one reader are bounded."""
+    async with front(feed_ids_max=100) as edge, connected(edge) as (_, writer):
+        edge.mesh.script.burst = 101
+        body = {**CHAT, "stream": True, "max_tokens": 1000, "ignore_eos": True}
+        writer.write(request(json.dumps(body).encode()))
+
+        await eventually(lambda: len(edge.mesh.cancelled) >= 1, what="Cancel seen")
+        await edge.quiet()
+
+
+async def test_silence_is_filled_with_pings() -> None:
+    """While no id comes, comments keep proxies and clients patient; they are no events."""
+    async with front(ping_s=0.05) as edge, connected(edge) as (reader, writer):
+        edge.mesh.script.stuck_after = 2
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()))
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"lo")
+            await reader.readuntil(b": ping\n\n")
+            await reader.readuntil(b": ping\n\n")
+            edge.mesh.script.stuck_after = None
+            rest = await reader.readuntil(b"data: [DONE]\n\n")
+        assert b"world" in rest
+
+
+async def test_patience_for_the_first_id_ends() -> None:
+    """A first id that takes longer than `patience_s` begins the stream without it."""
+    async with front(patience_s=0.05, ping_s=0.05) as edge, connected(edge) as (reader, writer):
+        edge.mesh.script.stuck_after = 0
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()))
+        async with asyncio.timeout(10):
+            head = await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b": ping\n\n")
+            edge.mesh.script.stuck_after = None
+            await reader.readuntil(b"data: [DONE]\n\n")
+
+    assert b" 200 " in head
+    assert b"text/event-stream; charset=utf-8" in head
+    assert b"no-cache" in head
+    assert b"X-Accel-Buffering: no" in head
+
+
+async def test_a_step_is_one_write() -> None:
+    """What one wake-up finds goes out in one chunk of the body: n choices, one socket write."""
+    async with front() as edge, connected(edge) as (reader, writer):
+        edge.mesh.script.pieces = ["a"]
+        writer.write(request(json.dumps({**CHAT, "stream": True, "n": 8}).encode()))
+        async with asyncio.timeout(10):
+            await reader.readuntil(b"\r\n\r\n")
+            size = int(await reader.readuntil(b"\r\n"), 16)
+            first = await reader.readexactly(size)
+
+    assert first.count(b'"role":"assistant"') > 1
