@@ -1,0 +1,180 @@
+"""The small parts of the edge: feed, calls, keys, view."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.auth import Keys, bearer
+from services.gateway.calls import PATIENCE_S, TRIES_MAX, Calls
+from services.gateway.events import Delta, Prompts, SessionEnd
+from services.gateway.feed import Feed, merge
+from services.gateway.view import MeshView
+from shared.core import Outbox
+from shared.errors import InvalidRequest, Overloaded, Unauthorized, Unavailable
+from shared.messages import Beacon, Beat, Detokenize, Detokenized, Died, Failed, TokenText
+
+END = SessionEnd(None, 1, 1, 0)
+
+
+def delta(choice: int, index: int, text: str, logprobs: bool = False) -> Delta:
+    token = TokenText(-1.0, text, text.encode())
+    return Delta(choice, index, [index], text, logprobs=[token] if logprobs else None)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.text(max_size=3)), max_size=60),
+    st.booleans(),
+)
+def test_merging_changes_nothing_but_the_number(said: list[tuple[int, str]], logs: bool) -> None:
+    """Merged deltas have the same ids, text and logprobs per choice, in order, before the end."""
+    events: list[Any] = [delta(choice, at, text, logs) for at, (choice, text) in enumerate(said)]
+    merged = merge([*events, END])
+
+    assert merged[-1] is END
+    assert len(merged) == len({choice for choice, _ in said}) + 1
+    for choice in range(4):
+        before = [event for event in events if event.choice == choice]
+        after = [event for event in merged[:-1] if event.choice == choice]
+        assert [i for e in after for i in e.ids] == [i for e in before for i in e.ids]
+        assert "".join(e.text for e in after) == "".join(e.text for e in before)
+        if before:
+            (one,) = after
+            assert one.index == before[0].index
+            assert (one.logprobs or []) == [t for e in before for t in e.logprobs or []]
+
+
+async def test_a_lagging_reader_gets_few_events() -> None:
+    """The number of waiting events is bounded by merging, and nothing of them is lost."""
+    feed = Feed(ids_max=100_000)
+    feed.emit(Prompts([[1]]))
+    for index in range(10_000):
+        feed.emit(delta(index % 2, index, "x"))
+    feed.emit(END)
+    events = await feed.take(1.0)
+
+    assert len(events) < 600
+    assert events[-1] is END
+    assert sum(len(event.text) for event in events if isinstance(event, Delta)) == 10_000
+    assert await feed.take(0.0) == []
+
+
+async def test_a_reader_too_far_behind_is_told() -> None:
+    """Over `ids_max` waiting ids reading is refused; ids that were read do not count."""
+    feed = Feed(ids_max=3)
+    for index in range(30):
+        feed.emit(delta(0, index, "x"))
+        assert len(await feed.take(1.0)) == 1
+    for index in range(4):
+        feed.emit(delta(0, index, "x"))
+    feed.emit(END)
+    with pytest.raises(Overloaded):
+        await feed.take(1.0)
+
+
+class Asked:
+    """Calls with one tokenizer, and what was answered."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.tokenizer = "a"
+        self.calls = Calls(self.outbox, lambda: self.tokenizer)
+        self.answers: list[Any] = []
+        question = Detokenize(request_id="r", attempt=0, gateway="g", ids=b"")
+        self.calls.ask(question, self.answers.append, 0.0)
+
+    def sent(self) -> list[tuple[str, int]]:
+        return [
+            (subject, message.attempt)
+            for subject, message in self.outbox.take()
+            if isinstance(message, Detokenize)
+        ]
+
+
+def test_a_call_is_answered_once() -> None:
+    """The first answer counts; a second, and one about another request, are not ours."""
+    asked = Asked()
+    answer = Detokenized(request_id="r", attempt=1, tokenizer="a", text="x")
+
+    assert asked.sent() == [("mesh.v1.in.a", 1)]
+    assert asked.calls.receive(answer)
+    assert not asked.calls.receive(answer)
+    assert asked.answers == [answer]
+    assert len(asked.calls) == 0
+
+
+def test_a_call_that_fails_is_an_error() -> None:
+    """`Failed` of the tokenizer is the typed error."""
+    asked = Asked()
+    failed = Failed(request_id="r", choice=-1, epoch=1, code="invalid_request", detail="no")
+
+    assert asked.calls.receive(failed)
+    assert isinstance(asked.answers[0], InvalidRequest)
+
+
+def test_a_silent_tokenizer_is_given_up() -> None:
+    """An unanswered call is asked again, of whoever is chosen then, and ends at last."""
+    asked = Asked()
+    asked.tokenizer = "b"
+    now = 0.0
+    asked.calls.tick(now)
+    assert asked.sent() == [("mesh.v1.in.a", 1)]
+    for attempt in range(2, TRIES_MAX + 1):
+        now += 10 * PATIENCE_S
+        asked.calls.tick(now)
+        assert asked.sent() == [("mesh.v1.in.b", attempt)]
+    asked.calls.restart(now + 10.0)
+    asked.calls.tick(now + 10.0)
+    assert asked.answers == []
+    asked.calls.tick(now + 20.0)
+    assert isinstance(asked.answers[0], Unavailable)
+    assert len(asked.calls) == 0
+
+
+def test_keys() -> None:
+    """A known key is its tenant; none and an unknown one are refused; no keys is open."""
+    keys = Keys({"a": "alice", "b": "bob"})
+
+    assert [keys.tenant("a"), keys.tenant("b")] == ["alice", "bob"]
+    for bad in (None, "", "c", "\udcff"):
+        with pytest.raises(Unauthorized):
+            keys.tenant(bad)
+    assert Keys({}).tenant(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [("Bearer x", "x"), ("bearer  x ", "x"), ("Basic x", None), ("", None), (None, None)],
+)
+def test_bearer(header: str | None, key: str | None) -> None:
+    """Only a bearer token is a key."""
+    assert bearer(header) == key
+
+
+def worker(name: str, load: int) -> Beat:
+    return Beat(
+        instance=name,
+        role="gpu_worker",
+        seq=1,
+        load=load,
+        waiting=1,
+        total_blocks=10,
+        free_blocks=4,
+    )
+
+
+def test_the_view_is_of_those_alive() -> None:
+    """Sums over workers that beat; the dead and the silent do not count, nor an old leader."""
+    view = MeshView()
+    view.receive(worker("a", 2), 0.0)
+    view.receive(worker("b", 3), 0.9)
+    view.receive(Beacon(scheduler="s", term=2, pool="p", queued=5), 0.0)
+    view.receive(Beacon(scheduler="t", term=1, pool="p", queued=50), 0.0)
+    assert (view.running, view.waiting, view.workers) == (5, 7, 2)
+    assert (view.blocks_free, view.blocks_total) == (8, 20)
+    view.tick(1.1)
+    assert view.running == 3
+    view.receive(Died(instance="b", reason="killed"), 1.1)
+    assert (view.running, view.waiting, view.blocks_total) == (0, 5, 0)
