@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from services.gateway.events import Delta, Emit, Prompts, SessionEnd, SessionSpec
 from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError
 from shared.ids import count_ids, pack_ids, unpack_ids
-from shared.messages import Generate, RenewedLeg, Submit, TextRecord, TokenizedPrompt
+from shared.messages import Cancel, Generate, RenewedLeg, Submit, TextRecord, TokenizedPrompt
 from shared.sampling import SamplingParams
 
 ATTEMPTS_MAX = 4  # re-drives in a row without a new id after a death, a hang, a retryable failure
@@ -89,6 +89,12 @@ class Leg:
         return self.worker or self.scheduler
 
     @property
+    def holders(self) -> list[str]:
+        """Whoever may have the epoch in hand, or its forerunner."""
+        names = (self.scheduler, self.worker or self.last_worker)
+        return [name for name in names if name]
+
+    @property
     def poisonous(self) -> bool:
         """Its workers died once too often, the last time when it ran alone."""
         return self.deaths > DEATHS_BEFORE_ALONE
@@ -144,6 +150,14 @@ class Leg:
         if worker != self.worker:
             self.forget_questions()
         self.worker, self.detokenizer = worker, detokenizer
+
+    def lost_with(self, instance: str, *, hung: bool) -> Cause | None:
+        """Why the loss of `instance` is a loss for this epoch, if it is one."""
+        if instance not in (self.worker, self.detokenizer):
+            return None
+        if hung:
+            return "hang"
+        return "worker_death" if instance == self.worker else "detokenizer_death"
 
     def take(self, record: TextRecord) -> Verdict:
         """What to do with a record. `deliver` adds its ids to those delivered."""
@@ -292,6 +306,12 @@ class Session:
             last_worker=leg.last_worker,
             alone=leg.deaths >= DEATHS_BEFORE_ALONE,
             deadline_ms=self.remaining_ms(now),
+        )
+
+    def cancel(self, leg: Leg, epoch: int, reason: str) -> Cancel:
+        """The message that ends all epochs of `leg` up to `epoch`."""
+        return Cancel(
+            request_id=self.spec.request_id, choice=leg.choice, epoch=epoch, reason=reason
         )
 
     def started(self, leg: Leg, num_cached_tokens: int) -> None:

@@ -27,7 +27,6 @@ from shared.messages import (
     Accepted,
     Beacon,
     Beat,
-    Cancel,
     Detokenized,
     Died,
     Failed,
@@ -117,6 +116,14 @@ class SessionTable:
     @property
     def num_legs(self) -> int:
         return self._num_legs
+
+    @property
+    def num_open(self) -> int:
+        """Questions to tokenizers and Submits that nobody has answered yet."""
+        return len(self._tokenizing) + len(self._redrives) + len(self._waiting)
+
+    def session(self, request_id: str) -> Session | None:
+        return self._sessions.get(request_id)
 
     def choose_tokenizer(self) -> str:
         """A live tokenizer for `Detokenize` and plain `/tokenize`; "" = none."""
@@ -258,7 +265,8 @@ class SessionTable:
     def _cancel_elsewhere(self, session: Session, leg: Leg) -> None:
         """The leg runs on another worker now: free what an earlier epoch may still hold."""
         if leg.last_worker and leg.last_worker != leg.worker:
-            self._put_cancel(session, leg, leg.last_worker, leg.last_epoch, "moved")
+            cancel = session.cancel(leg, leg.last_epoch, "moved")
+            self.outbox.put(inbox(leg.last_worker), cancel)
         leg.last_worker = ""
 
     def _on_text(self, record: TextRecord, now: float) -> None:
@@ -324,12 +332,9 @@ class SessionTable:
             return
         for session in list(self._sessions.values()):
             for leg in session.legs:
-                if message.instance not in (leg.worker, leg.detokenizer):
-                    continue
-                cause: Cause = "detokenizer_death"
-                if leg.worker == message.instance:
-                    cause = "worker_death"
-                self._redrive(session, leg, "hang" if message.hung else cause, now)
+                cause = leg.lost_with(message.instance, hung=message.hung)
+                if cause is not None:
+                    self._redrive(session, leg, cause, now)
 
     def _on_beacon(self, message: Beacon, now: float) -> None:
         if message.pool != self._pool:
@@ -384,13 +389,7 @@ class SessionTable:
         for leg in session.legs:
             self._redrives.forget(leg)
             if leg.state != "ended" and leg.epoch:
-                for holder in {leg.scheduler, leg.worker or leg.last_worker} - {""}:
-                    self._put_cancel(session, leg, holder, leg.epoch, "ended")
+                for holder in leg.holders:
+                    self.outbox.put(inbox(holder), session.cancel(leg, leg.epoch, "ended"))
         self.counters[f"end_{error.code if error else 'finished'}"] += 1
         session.end(error)
-
-    def _put_cancel(self, session: Session, leg: Leg, holder: str, epoch: int, reason: str) -> None:
-        cancel = Cancel(
-            request_id=session.spec.request_id, choice=leg.choice, epoch=epoch, reason=reason
-        )
-        self.outbox.put(inbox(holder), cancel)

@@ -1,0 +1,84 @@
+"""What the mesh of the protocol test is asked: requests, and the client that reads the answers."""
+
+import random
+from typing import Any
+
+from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent, SessionSpec
+from services.gpu_worker.config import SimConfig, WorkerConfig
+from shared.model_files import Vocabulary
+from shared.sampling import SamplingParams, TextParams
+
+NUM_BLOCKS = 48  # small enough that eight legs preempt one another
+
+# Whole characters, halves of characters, and pieces that spell stop strings across tokens.
+WORDS = [b"<end>", *(bytes([97 + i]) for i in range(26)), b"ab", b"stop", b"st", b"op", b" "]
+WORDS += ["é".encode()[:1], "é".encode()[1:], "鯨".encode()[:2], "鯨".encode()[2:], "🐟".encode()]
+VOCABULARY = Vocabulary(WORDS, special=[0], end_ids=[0])
+SIM = SimConfig(
+    num_blocks=NUM_BLOCKS, max_model_len=256, output_tokens_min=20, output_tokens_max=90
+)
+WORKER = WorkerConfig(engine="sim", max_legs=8, max_batched_tokens=48)
+
+
+class Client:
+    """Reads one session, and fails at once when its events are not what was promised."""
+
+    def __init__(self, spec: SessionSpec, number: int) -> None:
+        self.spec = spec
+        self.number = number  # of the spec
+        self.ids: dict[int, list[int]] = {}
+        self.text: dict[int, str] = {}
+        self.finish: dict[int, tuple[str, Any]] = {}
+        self.logprobs: dict[int, list[Any]] = {}
+        self.end: SessionEnd | None = None
+        self.cancelled = False
+
+    def emit(self, event: SessionEvent) -> None:
+        assert self.end is None, f"{event} after the end"
+        match event:
+            case Prompts():
+                assert event.prompt_ids == self.spec.ids
+            case Delta():
+                ids = self.ids.setdefault(event.choice, [])
+                assert event.choice not in self.finish, "ids after the finish"
+                assert event.index == len(ids), f"index {event.index}, delivered {len(ids)}"
+                ids += event.ids
+                self.text[event.choice] = self.text.get(event.choice, "") + event.text
+                self.logprobs.setdefault(event.choice, []).extend(event.logprobs or [])
+                if event.finish_reason:
+                    self.finish[event.choice] = (event.finish_reason, event.stop_reason)
+            case SessionEnd():
+                self.end = event
+                assert event.completion_tokens == sum(map(len, self.ids.values()))
+
+    def outcome(self) -> tuple[Any, ...]:
+        return self.ids, self.text, self.finish, self.logprobs
+
+
+def make_spec(number: int, request_id: str = "") -> SessionSpec:
+    """Request `number` of the workload; the same number is the same request in every schedule."""
+    rng = random.Random(number)
+    prompts = [
+        [rng.randrange(1, len(WORDS)) for _ in range(rng.randint(1, 70))]
+        for _ in range(rng.choice([1, 1, 1, 2]))
+    ]
+    return SessionSpec(
+        request_id=request_id or f"{number:032x}",
+        model="sim",
+        tenant=rng.choice("abc"),
+        ids=prompts,
+        n=rng.choice([1, 1, 2]),
+        max_tokens=rng.choice([1, 40, 80, 80, None]),
+        seed=rng.getrandbits(32),
+        sampling=SamplingParams(
+            max_tokens=0,
+            temperature=rng.choice([0.0, 1.0]),
+            logprobs=rng.choice([None, None, 2]),
+        ),
+        text=TextParams(
+            stop=rng.choice([(), (), (), ("stop",), ("ké", "aa"), ("stopst",)]),
+            include_stop_str=rng.random() < 0.3,
+        ),
+        priority=rng.randint(0, 2),
+        timeout_s=120.0,
+    )
