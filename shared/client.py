@@ -121,9 +121,7 @@ class Frames:
         if self._error is not None:
             return
         if not delivery.payload:
-            if delivery.reply:  # "are you there?"
-                self._bus.publish(delivery.reply, b"")
-            else:
+            if not delivery.reply:  # with one it is the gateway's probe: to have heard it is all
                 self._error = Unavailable("Nobody serves requests on the bus.", retry_after_s=1.0)
             return
         try:

@@ -23,7 +23,7 @@ from shared.errors import DeadlineExceeded, MeshError, Overloaded, Unavailable
 from shared.log import log
 from shared.subjects import GENERATE
 
-REPLIES = ("_INBOX.", "_R_.")  # `_R_` is the server's name for an inbox of another account
+REPLIES = "_INBOX."  # an answer to any other subject could do harm
 ABSENT_MAX = 2  # probes in a row with nobody there
 QUEUE = "gateways"
 
@@ -95,7 +95,7 @@ class BusEdge:
 
     def _on_submission(self, delivery: Delivery) -> None:
         if not delivery.reply.startswith(REPLIES):
-            self._edge.meter.cut("bad_reply")  # an answer to any other subject could do harm
+            self._edge.meter.cut("bad_reply")
             return
         if len(self._tasks) >= self._config.sessions_max:
             frames = Frames(self._bus, delivery.reply, "", packed=False)

@@ -17,7 +17,7 @@ import openai
 
 from services.gateway.config import GatewayConfig
 from services.gateway.service import Gateway
-from shared.bus import Delivery
+from shared.bus import Bus, Delivery
 from shared.config import Launch
 from shared.errors import Code
 from shared.ids import pack_ids, unpack_ids
@@ -70,13 +70,13 @@ class Script:
 class FakeMesh:
     """One of each, on a bus of its own."""
 
-    def __init__(self, broker: MemoryBroker) -> None:
+    def __init__(self, bus: Bus) -> None:
         self.script = Script()
         self.generated: list[Generate] = []
         self.submitted: list[Submit] = []
         self.cancelled: list[Cancel] = []
         self.sent: dict[tuple[str, int], int] = {}  # ids of legs that run
-        self._bus = MemoryBus(broker)
+        self._bus = bus
         self._decoder = msgspec.msgpack.Decoder(Generate | Detokenize | Submit | Cancel | Renew)
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
@@ -334,9 +334,10 @@ class Front:
 
 
 @asynccontextmanager
-async def front(tmp_path: Any = "/nonexistent", **config: Any) -> AsyncIterator[Front]:
-    """A ready gateway with `config`, and its mesh."""
+async def front(buses: list[Bus] | None = None, **config: Any) -> AsyncIterator[Front]:
+    """A ready gateway with `config`, and its mesh, on two memory buses unless `buses` are given."""
     broker = MemoryBroker()
+    ours, theirs = buses or [MemoryBus(broker), MemoryBus(broker)]
     launch = Launch(
         role="gateway",
         name="gateway-0",
@@ -346,9 +347,9 @@ async def front(tmp_path: Any = "/nonexistent", **config: Any) -> AsyncIterator[
         nats_user="",
         nats_password="",
         secret="00" * 16,
-        run_dir=str(tmp_path),
+        run_dir="",
     )
-    gateway = Gateway(launch, MemoryBus(broker), GatewayConfig(**config))
-    async with FakeMesh(broker).up() as mesh, running(gateway):
+    gateway = Gateway(launch, ours, GatewayConfig(**config))
+    async with FakeMesh(theirs).up() as mesh, running(gateway):
         await eventually(lambda: gateway.http.port != 0 and not gateway.edge.not_ready())
         yield Front(gateway, mesh, broker)
