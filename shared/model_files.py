@@ -139,15 +139,15 @@ class _Metadata:
         self._values = read_gguf(file).metadata
 
     def get(self, key: str, kind: type[T], default: T) -> T:
-        value = self._values.get(key, default)
-        if isinstance(value, kind):
-            return value
-        raise ModelFileError(self.file, key, f"not of type {kind.__name__}")
+        return self.need(key, kind) if key in self._values else default
 
     def need(self, key: str, kind: type[T]) -> T:
         if key not in self._values:
             raise ModelFileError(self.file, key, "missing")
-        return self.get(key, kind, self._values[key])
+        value: object = self._values[key]
+        if isinstance(value, kind):
+            return value
+        raise ModelFileError(self.file, key, f"not of type {kind.__name__}")
 
     def need_list(self, key: str, kind: type[T]) -> list[T]:
         items = self.need(key, list)

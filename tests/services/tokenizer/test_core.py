@@ -1,0 +1,159 @@
+"""The tokenizer's answers: `Tokenized`, `Detokenized`, or `Failed` for the whole request."""
+
+from typing import Any
+
+import pytest
+
+from services.tokenizer.config import Config
+from services.tokenizer.core import TokenizerCore
+from services.tokenizer.service import TokenizerActor
+from shared.bus import Delivery
+from shared.config import ConfigError, Launch
+from shared.ids import pack_ids, unpack_ids
+from shared.kv import BLOCK_SIZE, block_hashes
+from shared.messages import (
+    ChatPrompt,
+    Detokenize,
+    Detokenized,
+    Failed,
+    Generate,
+    Message,
+    Tokenized,
+    encode,
+)
+from shared.model_files import default_model, read_model
+from shared.subjects import inbox
+from shared.testing import MemoryBroker, MemoryBus, eventually, running
+
+FILES = read_model(default_model())
+CORE = TokenizerCore("tok-1", FILES, Config(max_prompts=4))
+
+
+def ask(message: Generate | Detokenize) -> Message:
+    CORE.receive(message, 0.0)
+    [(subject, answer)] = CORE.outbox.take()
+    assert subject == inbox("gw")
+    return answer
+
+
+def generate(**fields: Any) -> Generate:
+    return Generate(request_id="r", attempt=3, gateway="gw", **fields)
+
+
+def refused(message: Generate | Detokenize) -> Failed:
+    answer = ask(message)
+    assert isinstance(answer, Failed)
+    assert (answer.request_id, answer.choice, answer.epoch) == ("r", -1, 3)
+    assert not answer.retryable
+    return answer
+
+
+def test_texts_in_the_order_asked() -> None:
+    """One entry per prompt, with the hashes of its full blocks and the try echoed."""
+    long = "word " * 40
+    answer = ask(generate(texts=["Hello", long], salt=b"s" * 32))
+    assert isinstance(answer, Tokenized)
+    assert (answer.attempt, answer.tokenizer) == (3, "tok-1")
+    first, second = answer.prompts
+    assert unpack_ids(first.prompt_ids) == [19556]
+    assert first.block_hashes == b""
+    ids = unpack_ids(second.prompt_ids)
+    assert second.block_hashes == b"".join(block_hashes(ids, b"s" * 32))
+    assert len(second.block_hashes) == len(ids) // BLOCK_SIZE * 16
+
+
+def test_same_question_same_answer() -> None:
+    """A duplicate is answered again, with the same bytes."""
+    question = generate(chat=ChatPrompt(messages=[{"role": "user", "content": "hi"}]))
+    assert encode(ask(question)) == encode(ask(question))
+
+
+def test_ids_pass_as_they_are() -> None:
+    answer = ask(generate(ids=[pack_ids([5, 49151])]))
+    assert isinstance(answer, Tokenized)
+    assert unpack_ids(answer.prompts[0].prompt_ids) == [5, 49151]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"texts": [""]}, "invalid_request", "prompt"),
+        ({"texts": ["a", ""]}, "invalid_request", "prompt"),
+        ({"texts": []}, "invalid_request", "prompt"),
+        ({"texts": ["a"] * 5}, "invalid_request", "prompt"),
+        ({}, "invalid_request", "prompt"),
+        ({"ids": [b""]}, "invalid_request", "prompt"),
+        ({"ids": [b"abc"]}, "invalid_request", "prompt"),
+        ({"ids": [pack_ids([1, 49152])]}, "invalid_request", "prompt"),
+        ({"ids": [pack_ids([2**32 - 1])]}, "invalid_request", "prompt"),
+        ({"ids": [pack_ids([1] * 8193)]}, "context_length_exceeded", "prompt"),
+        ({"texts": ["a b " * 8192]}, "context_length_exceeded", "prompt"),
+        ({"chat": ChatPrompt(messages=[])}, "invalid_request", "messages"),
+        (
+            {"chat": ChatPrompt(messages=[{"role": "user", "content": 3}])},
+            "invalid_request",
+            "messages[0].content",
+        ),
+        (
+            {"chat": ChatPrompt(messages=[{"role": "user", "content": "a b " * 8192}])},
+            "context_length_exceeded",
+            "messages",
+        ),
+    ],
+)
+def test_bad_input_is_answered_by_field(fields: dict[str, Any], code: str, param: str) -> None:
+    """Every refusal says whose field it is; none of them raises."""
+    failed = refused(generate(**fields))
+    assert (failed.code, failed.param) == (code, param)
+
+
+def detokenize(ids: bytes, **fields: Any) -> Detokenize:
+    return Detokenize(request_id="r", attempt=3, gateway="gw", ids=ids, **fields)
+
+
+def test_detokenize() -> None:
+    ids = pack_ids([1, 19556, 905, 2])
+    answer = ask(detokenize(ids))
+    assert isinstance(answer, Detokenized)
+    assert answer.text == "<|im_start|>Hello world<|im_end|>"
+    skipped = ask(detokenize(ids, skip_special_tokens=True))
+    assert isinstance(skipped, Detokenized)
+    assert skipped.text == "Hello world"
+    assert refused(detokenize(pack_ids([49152]))).param == "tokens"
+    assert refused(detokenize(b"abc")).param == "tokens"
+    empty = ask(detokenize(b""))
+    assert isinstance(empty, Detokenized)
+    assert empty.text == ""
+
+
+def launch(**settings: Any) -> Launch:
+    return Launch(
+        role="tokenizer",
+        name="tokenizer-0",
+        instance="tok-1",
+        model=str(default_model()),
+        nats_url="",
+        nats_user="",
+        nats_password="",
+        run_dir="",
+        settings=settings,
+    )
+
+
+async def test_actor_answers_over_the_bus() -> None:
+    """A question on its inbox comes back to the gateway that it names."""
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    heard: list[Delivery] = []
+    await bus.subscribe(inbox("gw"), heard.append)
+    async with running(TokenizerActor(launch(), MemoryBus(broker))):
+        bus.publish(inbox("tok-1"), encode(generate(texts=["Hello"])))
+        await eventually(lambda: bool(heard))
+    CORE.receive(generate(texts=["Hello"]), 0.0)
+    [(_, expected)] = CORE.outbox.take()
+    assert heard[0].payload == encode(expected)
+
+
+def test_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="cpu_ms"):
+        TokenizerActor(launch(cpu_ms=3), MemoryBus(MemoryBroker()))
