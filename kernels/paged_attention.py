@@ -11,6 +11,7 @@ A step's rows are cut into groups whose sequences share one padded length. Decod
 length make one group, a tile of a prefill chunk makes one of its own. In fp32 a row's result is
 bitwise the same in every batch and chunking: padding is a multiple of the block size and adds exact
 zeros, and the sum over values runs in tiles of 256 tokens, since longer ones are cut by length.
+(With head_dim < 16 it may not be: torch multiplies tiny matrices by a kernel of their own.)
 """
 
 import math
@@ -29,14 +30,17 @@ class AttentionGroup(NamedTuple):
     stop: int
     num_sequences: int
     block_ids: Tensor  # int64 [num_sequences * blocks]; padded with blocks of the same sequence
-    hidden: Tensor  # bool [num_sequences, rows, 1, blocks * block_size]: what a row may not see
+    shared: int  # the tokens before this one are seen by every row
+    hidden: Tensor  # bool [num_sequences, rows, 1, tokens from `shared` on]: what a row may not see
 
 
-def write_kv(keys: Tensor, values: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Store row r ([rows, kv_heads, head_dim]) in slot `slots[r]` = block * block_size + offset."""
-    flat = cache.flatten(2, 3)
-    flat[0].index_copy_(1, slots, keys.transpose(0, 1))
-    flat[1].index_copy_(1, slots, values.transpose(0, 1))
+def write_kv(keys_values: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store row r of [rows, 2 * kv_heads, head_dim] (keys, then values) in slot `slots[r]`, which
+    is block * block_size + offset.
+    """
+    rows, _, head_dim = keys_values.shape
+    by_head = keys_values.view(rows, 2, -1, head_dim).permute(1, 2, 0, 3)
+    cache.flatten(2, 3).index_copy_(2, slots, by_head)
 
 
 def paged_attention(queries: Tensor, cache: Tensor, groups: list[AttentionGroup]) -> Tensor:
@@ -55,24 +59,31 @@ def _attend(queries: Tensor, cache: Tensor, group: AttentionGroup) -> Tensor:
     keys = cache[0].index_select(1, group.block_ids).view(kv_heads, n, -1, head_dim)
     values = cache[1].index_select(1, group.block_ids).view(kv_heads, n, -1, head_dim)
     # [sequences, rows, kv_heads, group, head_dim] -> [kv_heads, sequences, rows * group, head_dim]
-    q = queries.view(n, -1, kv_heads, queries.shape[1] // kv_heads, head_dim)
-    shape = q.permute(2, 0, 1, 3, 4).shape
-    q = (q.permute(2, 0, 1, 3, 4) * (1 / math.sqrt(head_dim))).flatten(2, 3)
-    scores = torch.matmul(q, keys.transpose(-1, -2))
-    scores.view(*shape[:4], -1).masked_fill_(group.hidden, -math.inf)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    attended = _weighted_sum(weights, values).view(shape)
+    q = queries.view(n, -1, kv_heads, queries.shape[1] // kv_heads, head_dim).permute(2, 0, 1, 3, 4)
+    scores = _product((q * head_dim**-0.5).flatten(2, 3), keys.transpose(-1, -2))
+    scores.view(*q.shape[:4], -1)[..., group.shared :].masked_fill_(group.hidden, -math.inf)
+    weights = torch.softmax(scores, dim=-1)  # fp32 inside, whatever the dtype
+    attended = _weighted_sum(weights, values).view(q.shape)
     return attended.permute(1, 2, 0, 3, 4).reshape(queries.shape)
 
 
 def _weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     """The product over tokens, summed in fp32 tile after tile."""
     length = values.shape[-2]
-    total = torch.matmul(weights[..., :VALUE_TILE], values[..., :VALUE_TILE, :]).float()
+    total = _product(weights[..., :VALUE_TILE], values[..., :VALUE_TILE, :]).float()
     for start in range(VALUE_TILE, length, VALUE_TILE):
         tile = slice(start, start + VALUE_TILE)
-        total += torch.matmul(weights[..., tile], values[..., tile, :])
+        total += _product(weights[..., tile], values[..., tile, :])
     return total
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched matrix product whose rows do not depend on how many there are: a single one would
+    take the matrix-vector path, which sums in another order.
+    """
+    if left.shape[-2] == 1:
+        return torch.matmul(left.expand(*left.shape[:-2], 2, -1), right)[..., :1, :]
+    return torch.matmul(left, right)
 
 
 def attention_reference(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -234,8 +234,17 @@ def _attention_groups(groups: list[list[_Piece]]) -> list[AttentionGroup]:
             block_ids += piece.blocks + piece.blocks[-1:] * (width - len(piece.blocks))
         starts = torch.tensor([piece.start for piece in group])
         positions = starts[:, None] + torch.arange(rows)
-        hidden = torch.arange(width * BLOCK_SIZE) > positions[:, :, None, None]
-        end = begin + len(group) * rows
-        found.append(AttentionGroup(begin, end, len(group), torch.tensor(block_ids), hidden))
-        begin = end
+        shared = min(piece.start for piece in group)
+        hidden = torch.arange(shared, width * BLOCK_SIZE) > positions[:, :, None, None]
+        found.append(
+            AttentionGroup(
+                start=begin,
+                stop=begin + len(group) * rows,
+                num_sequences=len(group),
+                block_ids=torch.tensor(block_ids),
+                shared=shared,
+                hidden=hidden,
+            )
+        )
+        begin = found[-1].stop
     return found

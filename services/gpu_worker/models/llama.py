@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.linear import Linear
 from kernels.paged_attention import AttentionGroup, paged_attention, write_kv
 from kernels.rms_norm import rms_norm
-from kernels.rotary_embedding import rotary_embedding, rotary_table
+from kernels.rotary_embedding import rotary_embedding_, rotary_table
 from kernels.silu_and_mul import silu_and_mul
 
 
@@ -102,18 +102,18 @@ class Llama:
         self._norm = weights.norm
         self._lm_head = Linear(weights.lm_head)
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-        self._cos_sin = rotary_table(config.rope_base**-pairs, max_model_len)
+        self._rotary = rotary_table(config.rope_base**-pairs, max_model_len)
 
     def forward(self, step: StepInput, kv_pool: Tensor) -> Tensor:
         """Writes the step's K and V into `kv_pool` [layers, 2, kv_heads, blocks, block_size,
         head_dim]; returns logits fp32 [sampled, vocab].
         """
         eps = self.config.rms_eps
-        cos_sin = self._cos_sin[step.positions]
+        factors = self._rotary[step.positions]
         hidden = self._embedding[step.ids].float()
         for layer, cache in zip(self._layers, kv_pool, strict=True):
             x = rms_norm(hidden, layer.attention_norm, eps).to(self.dtype)
-            hidden += layer.attention_out(self._attention(layer.qkv(x), cos_sin, step, cache))
+            hidden += layer.attention_out(self._attention(layer.qkv(x), factors, step, cache))
             x = rms_norm(hidden, layer.mlp_norm, eps).to(self.dtype)
             hidden += layer.down(silu_and_mul(layer.gate_up(x)))
         if not len(step.sampled):
@@ -121,10 +121,9 @@ class Llama:
         x = rms_norm(hidden[step.sampled], self._norm, eps).to(self.dtype)
         return self._lm_head(x).float()
 
-    def _attention(self, qkv: Tensor, cos_sin: Tensor, step: StepInput, cache: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> Tensor:
         config = self.config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
-        turned = rotary_embedding(heads[:, : config.num_heads + config.num_kv_heads], cos_sin)
-        queries, keys = turned[:, : config.num_heads], turned[:, config.num_heads :]
-        write_kv(keys, heads[:, -config.num_kv_heads :], cache, step.slots)
-        return paged_attention(queries, cache, step.groups).flatten(1)
+        rotary_embedding_(heads[:, : -config.num_kv_heads], factors)
+        write_kv(heads[:, config.num_heads :], cache, step.slots)
+        return paged_attention(heads[:, : config.num_heads], cache, step.groups).flatten(1)

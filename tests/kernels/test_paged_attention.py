@@ -1,0 +1,97 @@
+from itertools import accumulate
+
+import pytest
+import torch
+
+from kernels.paged_attention import (
+    AttentionGroup,
+    attention_reference,
+    paged_attention,
+    write_kv,
+)
+
+BLOCK = 16
+
+
+class Paged:
+    """Sequences of random keys and values in shuffled pages, the free pages full of junk."""
+
+    def __init__(self, lengths, kv_heads, head_dim, dtype):
+        self.lengths = lengths
+        self.keys_values = [
+            torch.randn(length, 2 * kv_heads, head_dim).to(dtype) for length in lengths
+        ]
+        counts = [-(-length // BLOCK) for length in lengths]
+        pages = torch.randperm(sum(counts) + 3).tolist()
+        ends = list(accumulate(counts))
+        self.tables = [pages[end - count : end] for end, count in zip(ends, counts, strict=True)]
+        self.cache = torch.full((2, kv_heads, len(pages), BLOCK, head_dim), 1e4, dtype=dtype)
+        for table, rows in zip(self.tables, self.keys_values, strict=True):
+            slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(len(rows))]
+            write_kv(rows, self.cache, torch.tensor(slots))
+
+    def group(self, chosen, rows, start=0):
+        """The last `rows` rows of each chosen sequence."""
+        width = max(len(self.tables[i]) for i in chosen)
+        ids = [self.tables[i] + self.tables[i][-1:] * (width - len(self.tables[i])) for i in chosen]
+        firsts = torch.tensor([self.lengths[i] - rows for i in chosen])
+        shared = int(firsts.min())
+        positions = firsts[:, None] + torch.arange(rows)
+        hidden = torch.arange(shared, width * BLOCK) > positions[:, :, None, None]
+        stop = start + rows * len(chosen)
+        return AttentionGroup(start, stop, len(chosen), torch.tensor(ids).flatten(), shared, hidden)
+
+    def expected(self, i, queries):
+        keys, values = self.keys_values[i].chunk(2, dim=1)
+        return attention_reference(queries, keys, values)
+
+
+HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 20)]
+DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_decode_rows_of_unequal_length(heads, kv_heads, head_dim, dtype, tolerance):
+    """Padding and foreign pages do not show in any row."""
+    lengths = [1, 15, 16, 17, 300, 31]
+    paged = Paged(lengths, kv_heads, head_dim, dtype)
+    queries = torch.randn(len(lengths), heads, head_dim).to(dtype)
+    out = paged_attention(queries, paged.cache, [paged.group(range(len(lengths)), 1)])
+    for i in range(len(lengths)):
+        expected = paged.expected(i, queries[i : i + 1])[0]
+        torch.testing.assert_close(out[i], expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_chunks_and_decode_rows_in_one_step(heads, kv_heads, head_dim, dtype, tolerance):
+    """A chunk sees its prefix and itself, never its own future; groups do not mix."""
+    paged = Paged([40, 37, 530], kv_heads, head_dim, dtype)
+    rows = [1, 33, 129]
+    starts = [0, 1, 34]
+    queries = torch.randn(sum(rows), heads, head_dim).to(dtype)
+    groups = [paged.group([i], rows[i], starts[i]) for i in range(3)]
+    out = paged_attention(queries, paged.cache, groups)
+    for i, group in enumerate(groups):
+        part = slice(group.start, group.stop)
+        expected = paged.expected(i, queries[part])
+        torch.testing.assert_close(out[part], expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("length", [5, 16, 200, 257, 700])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+def test_a_row_in_fp32_is_bitwise_the_same_in_every_batch(length, heads, kv_heads, head_dim):
+    """Alone, beside longer ones, or as the end of a chunk: the same bits."""
+    lengths = [length, 3, length + 61, 800]
+    paged = Paged(lengths, kv_heads, head_dim, torch.float32)
+    queries = torch.randn(4, heads, head_dim)
+    alone = paged_attention(queries[:1], paged.cache, [paged.group([0], 1)])
+    for company in ([0, 1], [0, 2], [0, 1, 2, 3]):
+        out = paged_attention(queries[: len(company)], paged.cache, [paged.group(company, 1)])
+        assert torch.equal(out[:1], alone), company
+    for rows in {2, min(5, length), min(length, 130)}:
+        chunk = torch.randn(rows, heads, head_dim)
+        chunk[-1] = queries[0]
+        out = paged_attention(chunk, paged.cache, [paged.group([0], rows)])
+        assert torch.equal(out[-1:], alone), rows
