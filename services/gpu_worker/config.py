@@ -13,6 +13,7 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_blocks: int = 4096  # KV memory; 64 Ki ids in blocks of 16
     max_model_len: int = 8192  # ids
     vocab_size: int = 32768  # only without a model, whose vocabulary is used otherwise
+    bound_ms: int = 2000  # added to ten times the step time; beyond, the engine counts as hung
     output_tokens_min: int = 32  # answers end between these two lengths, by their prompt
     output_tokens_max: int = 256  # 0 = never end by themselves
     nan_id: int | None = None  # a prompt with this id yields NaN logits

@@ -31,7 +31,7 @@ from shared.messages import ToWorker, encode
 from shared.model_files import read_model
 
 _LOAD_BOUND_MS = 600_000  # weights of a large model from a slow disk
-_WORK_BOUND_MS = 2_000  # between two steps: decode messages, plan, report
+_WORK_BOUND_MS = 5_000  # between two steps: decode messages, plan, report
 _RECEIVE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -73,6 +73,10 @@ class Channel:
         except ConnectionError:
             self.closed = True  # the I/O process is gone; so is everybody who would read this
 
+    def close(self) -> None:
+        """Let the reader know that it has read everything."""
+        self._sock.close()
+
 
 class Engine:
     """Drain the channel, judge time, take a step, report; wait only when there is nothing to do."""
@@ -110,6 +114,8 @@ class Engine:
             self._count()
         self._core.move_all(time.monotonic())
         self._send()
+        self._channel.close()
+        self._enter("exit", 0)
 
     def _take(self, body: bytes) -> None:
         kind, payload = parse_command(body)
@@ -177,9 +183,9 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
     if config.engine == "sim":
         runner = _simulated(launch)
     else:
+        progress("weights")
         from services.gpu_worker.model_runner import load_runner  # noqa: PLC0415 torch, 2 s
 
-        progress("weights")
         runner = load_runner(
             Path(launch.model),
             dtype=config.dtype,
@@ -237,6 +243,7 @@ def main() -> None:
         sys.exit(LOAD_FAILED)
     core = EngineCore(launch.instance, runner, launch.config, time.monotonic())
     Engine(core, channel, page).run()
+    os._exit(0)  # nothing is left to save, and an orderly exit of torch takes seconds
 
 
 if __name__ == "__main__":

@@ -59,6 +59,10 @@ class EngineProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self, sock=ours)
 
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
     def status(self) -> EngineStatus:
         return self._page.read() if self._page is not None else EngineStatus()
 

@@ -62,7 +62,7 @@ class SimulatedRunner:
         return outcomes
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:
-        return 1000 + int(10_000 * self._step_s(batch))
+        return self._config.bound_ms + int(10_000 * self._step_s(batch))
 
     def _step_s(self, batch: list[Scheduled]) -> float:
         num_tokens = sum(row.num_tokens for row in batch)

@@ -1,5 +1,7 @@
 """Who runs when; and whatever happens on the way, a sequence's ids are those it makes alone."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ class Bench:
             BlockPool(num_blocks, BLOCK_SIZE), max_legs=max_legs, max_batched_tokens=max_tokens
         )
 
-    def add(self, prompt: list[int], length: int = 8, **place: int | bool) -> Sequence:
+    def add(self, prompt: list[int], length: int = 8, **place: Any) -> Sequence:
         sequence = Sequence(prompt, SamplingParams(max_tokens=length, seed=len(prompt)))
         self.batcher.add(sequence, **place)
         return sequence
@@ -249,6 +251,17 @@ def test_a_big_prompt_is_not_starved_by_small_ones() -> None:
         started += [row.sequence for row in batch if row.sequence not in started]
 
     assert started[-2:] == [big, small]
+
+
+def test_a_newcomer_leaves_running_legs_a_block_to_grow_into() -> None:
+    """Admission that would take the last block only leads to preemption, so it waits."""
+    bench = Bench(num_blocks=5)
+    running, newcomer = bench.add(list(range(40)), 24), bench.add([7] * 20, 2)
+    bench.run()
+
+    assert bench.batcher.num_preemptions == 0
+    assert running.output_ids == alone(running)
+    assert newcomer.output_ids == alone(newcomer)
 
 
 def test_forgotten_blocks_are_not_found_again() -> None:
