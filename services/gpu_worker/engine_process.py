@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
@@ -110,8 +111,8 @@ class EngineProcess(asyncio.Protocol):
     # --- bytes from the engine (asyncio.Protocol) ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are no subclass of asyncio's
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         for body in self._frames.feed(data):
