@@ -94,7 +94,7 @@ class Open:
     def _count(self, delta: Delta, now: float) -> None:
         count = len(delta.ids)
         if count:
-            self.meter.generation_tokens.inc(count)
+            self.meter.generated += count
             last = self._last.get(delta.choice)
             if last is not None:
                 for _ in range(count):

@@ -20,7 +20,7 @@ class Feed:
         self._events: list[Delta | SessionEnd] = []
         self._ids = 0
         self._merge_at = MERGE_AT
-        self._filled = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def emit(self, event: SessionEvent) -> None:
         """Take one event; never blocks, never raises."""
@@ -28,34 +28,45 @@ class Feed:
             return
         if isinstance(event, Delta):
             self._ids += len(event.ids)
-            self._overflowed = self._overflowed or self._ids > self._ids_max
-            if self._overflowed:
+            if self._ids > self._ids_max:
+                self._overflowed = True
                 self._events.clear()
-                self._filled.set()
+                self._wake()
                 return
         self._events.append(event)
         if len(self._events) >= self._merge_at:
             self._events = merge(self._events)
             self._merge_at = max(MERGE_AT, 2 * len(self._events))
-        self._filled.set()
+        self._wake()
 
     async def take(self, timeout_s: float) -> list[Delta | SessionEnd]:
         """Everything that waits; waits up to `timeout_s` for the first, [] when none came.
 
         Raises `Overloaded` once the reader has fallen too far behind.
         """
-        if not self._filled.is_set():
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._filled.wait()
-            except TimeoutError:
-                return []
+        if not self._events and not self._overflowed:
+            await self._wait(timeout_s)
         if self._overflowed:
             raise Overloaded("The client reads too slowly.")
-        self._filled.clear()
         events, self._events, self._ids = self._events, [], 0
         self._merge_at = MERGE_AT
         return events
+
+    async def _wait(self, timeout_s: float) -> None:
+        """A future and a timer: once a token, and a third of what `asyncio.timeout` costs."""
+        assert self._waiter is None, "one reader"
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def merge(events: list[Delta | SessionEnd]) -> list[Delta | SessionEnd]:
