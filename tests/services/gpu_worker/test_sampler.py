@@ -1,0 +1,223 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from services.gpu_worker.sampler import Sampler, uniform
+from services.gpu_worker.sequence import Sequence
+from shared.ids import unpack_ids
+from shared.sampling import SamplingParams
+
+VOCAB = 40
+END = 7
+SAMPLER = Sampler(frozenset({END}))
+
+
+def leg(*, prompt=(1,), output=(), **params):
+    params = SamplingParams(max_tokens=100, **params)
+    return Sequence(list(prompt), params, output_ids=list(output))
+
+
+def some_logits(rows=1):
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+
+
+def draws(logits, count=8_000, **params):
+    """How often each id is drawn from one row of logits under `count` seeds."""
+    legs = [leg(seed=seed, **params) for seed in range(count)]
+    sampled = SAMPLER.sample(logits.expand(count, -1), legs)
+    return Counter(s.token_id for s in sampled)
+
+
+def chi_squared_is_plausible(counts, probabilities):
+    """False alarm below 1e-6 for any honest generator (Wilson-Hilferty, 4.9 sigma)."""
+    total = sum(counts.values())
+    expected = probabilities * total
+    assert all(counts[i] == 0 for i in range(len(expected)) if expected[i] == 0)
+    used = [i for i in range(len(expected)) if expected[i] > 0]
+    statistic = sum((counts[i] - expected[i]) ** 2 / expected[i] for i in used)
+    freedom = len(used) - 1
+    spread = 2 / (9 * freedom)
+    sigmas = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    assert sigmas < 4.9, f"chi squared {statistic:.1f} at {freedom} degrees of freedom"
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_softmax_at_the_temperature(temperature):
+    logits = some_logits()
+    counts = draws(logits, temperature=temperature)
+    chi_squared_is_plausible(counts, torch.softmax(logits[0].double() / temperature, -1))
+
+
+def kept(logits, mask):
+    return torch.where(mask, torch.softmax(logits.double(), -1), 0.0) / (
+        torch.softmax(logits.double(), -1)[mask].sum()
+    )
+
+
+def test_top_k_draws_among_the_k_best_only():
+    logits = some_logits()[0]
+    mask = logits >= logits.topk(5).values[-1]
+    chi_squared_is_plausible(draws(logits[None], top_k=5), kept(logits, mask))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.5, 0.9, 0.9999])
+def test_top_p_draws_among_the_fewest_that_hold_it(top_p):
+    """The id that crosses the limit belongs to them; the best one always does."""
+    logits = some_logits()[0]
+    order = logits.argsort(descending=True).tolist()
+    probabilities = torch.softmax(logits.double(), -1)
+    mask, held = torch.zeros(VOCAB, dtype=torch.bool), 0.0
+    for i in order:
+        mask[i] = True
+        held += probabilities[i]
+        if held >= top_p:
+            break
+    counts = draws(logits[None], count=5_000, top_p=top_p)
+    if top_p == 0:
+        assert set(counts) == {order[0]}
+    else:
+        chi_squared_is_plausible(counts, kept(logits, mask))
+
+
+def test_top_p_cuts_inside_top_k():
+    """top_p is a share of what top_k left, as a flat distribution shows."""
+    logits = -torch.arange(VOCAB, dtype=torch.float32)[None] * 1e-3
+    assert set(draws(logits, count=500, top_k=10, top_p=0.5)) == set(range(5))
+
+
+def test_min_p_is_relative_to_the_best():
+    logits = some_logits()[0]
+    probabilities = torch.softmax(logits.double(), -1)
+    mask = probabilities >= 0.1 * probabilities.max()
+    chi_squared_is_plausible(draws(logits[None], min_p=0.1), kept(logits, mask))
+
+
+def test_flat_distributions_are_cut_exactly_too():
+    """Where the fast path for the head of the distribution does not reach."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 0] = 12.0  # all others lie below every floor but zero
+    assert set(draws(logits, count=100, top_k=3)) >= {0}
+    logits = torch.cat((torch.tensor([14.0]), torch.zeros(49_151)))[None]  # 96 % to the first
+    drawn = draws(logits, count=100, top_p=0.99)
+    assert 80 < drawn[0] < 100
+
+
+def test_a_draw_depends_on_seed_and_position_alone():
+    """The same row alone, among others, or at another place of the batch."""
+    logits = some_logits(32)
+    legs = [leg(seed=row, output=[2] * row, top_p=0.95, logprobs=3) for row in range(32)]
+    together = SAMPLER.sample(logits, legs)
+    for row in range(32):
+        assert SAMPLER.sample(logits[row : row + 1], [legs[row]]) == [together[row]]
+    assert SAMPLER.sample(logits.flip(0), legs[::-1]) == together[::-1]
+
+
+def test_positions_and_seeds_are_independent():
+    """Pairs of neighbours fill the square evenly: no seed repeats another's stream shifted."""
+    values = torch.tensor(
+        [[uniform(seed, position) for position in range(64)] for seed in range(64)]
+    )
+    assert values.min() >= 0
+    assert values.max() < 1
+    neighbours = [
+        (values[:, 1:], values[:, :-1]),
+        (values[1:], values[:-1]),
+        (values[1:, :-1], values[:-1, 1:]),
+    ]
+    for left, right in neighbours:
+        cells = Counter(((left * 8).int() * 8 + (right * 8).int()).flatten().tolist())
+        chi_squared_is_plausible(cells, torch.full((64,), 1 / 64, dtype=torch.float64))
+
+
+def test_greedy_is_the_first_best():
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 9] = 1
+    sampled = SAMPLER.sample(logits, [leg(temperature=0)] * 2)
+    assert [s.token_id for s in sampled] == [0, 9]
+
+
+def test_tiny_temperature_is_greedy():
+    logits = some_logits()
+    assert set(draws(logits, count=200, temperature=1e-40)) == {int(logits.argmax())}
+
+
+def test_penalties_count_as_defined():
+    """Presence once, frequency per occurrence, both for output ids; repetition for all ids."""
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, 3], logits[0, 4], logits[0, 5] = 3.0, 2.5, 2.0
+
+    def best(**params):
+        return SAMPLER.sample(logits, [leg(temperature=0, **params)])[0].token_id
+
+    assert best(prompt=[3], presence_penalty=2.0) == 3
+    assert best(output=[3], presence_penalty=0.6) == 4
+    assert best(output=[3, 4], presence_penalty=2.0) == 5
+    assert best(output=[3], frequency_penalty=0.4) == 3
+    assert best(output=[3, 3], frequency_penalty=0.4) == 4
+    assert best(prompt=[3], repetition_penalty=1.3) == 4
+    assert best(prompt=[3], output=[4], repetition_penalty=2.0) == 5
+
+
+def test_repetition_penalty_lowers_negative_logits_too():
+    logits = torch.full((1, VOCAB), -2.0)
+    logits[0, 3] = -1.0
+    [sampled] = SAMPLER.sample(logits, [leg(temperature=0, prompt=[3], repetition_penalty=3.0)])
+    assert sampled.token_id == 0
+
+
+def test_logit_bias_moves_the_choice_and_ignores_unknown_ids():
+    logits = some_logits()
+    bias = {11: 100.0, VOCAB: 5.0, 10**9: 1.0}
+    assert SAMPLER.sample(logits, [leg(temperature=0, logit_bias=bias)])[0].token_id == 11
+
+
+@pytest.mark.parametrize(
+    ("params", "masked"),
+    [
+        ({"min_tokens": 3}, {END}),
+        ({"min_tokens": 3, "stop_token_ids": (9, VOCAB)}, {END, 9}),
+        ({"min_tokens": 3, "ignore_eos": True, "stop_token_ids": (9,)}, {9}),
+        ({"min_tokens": 2, "stop_token_ids": (9,)}, set()),
+    ],
+)
+def test_end_ids_cannot_come_before_min_tokens(params, masked):
+    """Two output ids stand already."""
+    for token_id in (END, 9):
+        logits = torch.zeros(1, VOCAB)
+        logits[0, token_id] = 9
+        [sampled] = SAMPLER.sample(logits, [leg(temperature=0, output=[1, 1], **params)])
+        assert (sampled.token_id == token_id) == (token_id not in masked)
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    """Bias moves the choice, not what the model thought of it."""
+    logits = some_logits(2)
+    legs = [leg(temperature=0, logprobs=3, logit_bias={11: 100.0}), leg(temperature=0, logprobs=0)]
+    biased, plain = SAMPLER.sample(logits, legs)
+    expected = torch.log_softmax(logits[0], -1)
+    assert biased.logprobs.logprob == expected[11].item()
+    assert unpack_ids(biased.logprobs.top_ids) == expected.topk(3).indices.tolist()
+    assert biased.logprobs.top_logprobs == tuple(expected.topk(3).values.tolist())
+    assert plain.logprobs.top_ids == b""
+    assert plain.logprobs.logprob == torch.log_softmax(logits[1], -1).max().item()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_row_fails_alone(poison, temperature):
+    logits = some_logits(3)
+    legs = [leg(seed=row, temperature=temperature, logprobs=2) for row in range(3)]
+    sound = SAMPLER.sample(logits, legs)
+    logits[1, 17] = poison
+    first, broken, third = SAMPLER.sample(logits, legs)
+    assert broken.fault == "nan_logits"
+    assert [first, third] == [sound[0], sound[2]]
+
+
+def test_sampling_changes_no_logits():
+    logits = some_logits()
+    before = logits.clone()
+    SAMPLER.sample(logits, [leg(top_k=2, logit_bias={1: 5.0}, min_tokens=5)])
+    assert torch.equal(logits, before)
