@@ -334,7 +334,9 @@ class Front:
 
 
 @asynccontextmanager
-async def front(buses: list[Bus] | None = None, **config: Any) -> AsyncIterator[Front]:
+async def front(
+    buses: list[Bus] | None = None, listen_fd: int | None = None, **config: Any
+) -> AsyncIterator[Front]:
     """A ready gateway with `config`, and its mesh, on two memory buses unless `buses` are given."""
     broker = MemoryBroker()
     ours, theirs = buses or [MemoryBus(broker), MemoryBus(broker)]
@@ -348,6 +350,7 @@ async def front(buses: list[Bus] | None = None, **config: Any) -> AsyncIterator[
         nats_password="",
         secret="00" * 16,
         run_dir="",
+        listen_fd=listen_fd,
     )
     gateway = Gateway(launch, ours, GatewayConfig(**config))
     async with FakeMesh(theirs).up() as mesh, running(gateway):
