@@ -40,7 +40,16 @@ from shared.messages import (
     encode,
 )
 from shared.testing import matches
-from tests.protocol_work import NUM_BLOCKS, SIM, VOCABULARY, WORDS, WORKER, Client
+from tests.protocol_work import (
+    DRAWS,
+    NUM_BLOCKS,
+    SIM,
+    VOCABULARY,
+    WORDS,
+    WORKER,
+    Client,
+    MoodyRunner,
+)
 
 POOL = "p"
 TICK_S = 0.05
@@ -113,7 +122,10 @@ class Noise:
 class Mesh:
     """`Mesh(seed)` is up and led when its constructor returns."""
 
-    def __init__(self, seed: int, workers: int = 2, gateways: int = 1) -> None:
+    def __init__(
+        self, seed: int, workers: int = 2, gateways: int = 1, *, moody: bool = False
+    ) -> None:
+        self.moods: list[int] | None = [] if moody else None
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.noise = Noise()
@@ -185,13 +197,16 @@ class Mesh:
             case "scheduler":
                 return SchedulerCore(node.instance, POOL, SchedulerConfig(), self.now)
             case "gpu_worker":
-                runner = SimulatedRunner(
-                    SIM, words=range(1, len(WORDS)), end_ids=[0], vocab_size=len(WORDS)
-                )
-                return EngineCore(node.instance, runner, WORKER, self.now)
+                return EngineCore(node.instance, self._model(), WORKER, self.now)
             case "detokenizer":
                 return DetokenizerLegs(node.instance, VOCABULARY)
         return FakeTokenizer(node.instance)
+
+    def _model(self) -> SimulatedRunner:
+        if self.moods is None:
+            return SimulatedRunner(SIM, words=DRAWS, end_ids=[0], vocab_size=len(WORDS))
+        self.moods.append(len(self.moods))
+        return MoodyRunner(self.moods[-1])
 
     def _every(
         self, node: Node, instance: str, period: float, action: Callable[[Node], None]

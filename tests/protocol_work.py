@@ -1,10 +1,17 @@
 """What the mesh of the protocol test is asked: requests, and the client that reads the answers."""
 
 import random
+import zlib
 from typing import Any
 
+from services.detokenizer.legs import DetokenizerLegs
 from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent, SessionSpec
 from services.gpu_worker.config import SimConfig, WorkerConfig
+from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.simulated import SimulatedRunner
+from shared.ids import pack_ids
+from shared.messages import End, StepDone, StepRecord, TextContext, TextDelta
 from shared.model_files import Vocabulary
 from shared.sampling import SamplingParams, TextParams
 
@@ -13,11 +20,55 @@ NUM_BLOCKS = 48  # small enough that eight legs preempt one another
 # Whole characters, halves of characters, and pieces that spell stop strings across tokens.
 WORDS = [b"<end>", *(bytes([97 + i]) for i in range(26)), b"ab", b"stop", b"st", b"op", b" "]
 WORDS += ["é".encode()[:1], "é".encode()[1:], "鯨".encode()[:2], "鯨".encode()[2:], "🐟".encode()]
+NUM_ODD = len(WORDS)
+WORDS += [bytes([97 + i, 97 + j]) for i in range(16) for j in range(15)]
+DRAWS = [*range(1, NUM_ODD)] * 6 + [*range(NUM_ODD, len(WORDS))]  # half of all ids are odd ones
 VOCABULARY = Vocabulary(WORDS, special=[0], end_ids=[0])
 SIM = SimConfig(
     num_blocks=NUM_BLOCKS, max_model_len=256, output_tokens_min=20, output_tokens_max=90
 )
 WORKER = WorkerConfig(engine="sim", max_legs=8, max_batched_tokens=48)
+
+
+class MoodyRunner(SimulatedRunner):
+    """A model whose every instance answers in its own way, as in low precision they do.
+
+    Its ids follow from all ids before and the mood. So a stream that mixes two runs of a leg
+    shows: an id in it follows from what stands before it in nobody's mood.
+    """
+
+    def __init__(self, mood: int) -> None:
+        super().__init__(SIM, words=DRAWS, end_ids=[0], vocab_size=len(WORDS))
+        self._mood = mood
+
+    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+        return [
+            outcome._replace(token_id=next_id(row.sequence, self._mood))
+            if outcome is not None and outcome.token_id
+            else outcome
+            for row, outcome in zip(batch, super().execute(batch), strict=True)
+        ]
+
+
+def next_id(sequence: Sequence, mood: int) -> int:
+    return moody_id(sequence.prompt_ids + sequence.output_ids, mood)
+
+
+def moody_id(before: list[int], mood: int) -> int:
+    """What an instance in this mood says after `before`."""
+    return DRAWS[zlib.crc32(pack_ids([*before, mood])) % len(DRAWS)]
+
+
+def text_of(client: "Client", choice: int) -> tuple[str, str]:
+    """Text and finish reason of the ids that were delivered, found in one go, without a mesh."""
+    ids, spec = client.ids[choice], client.spec
+    legs = DetokenizerLegs("d", VOCABULARY)
+    context = TextContext(prompt_tail=b"", output_ids=b"", text=spec.text)
+    end: End = "stop" if ids[-1] == 0 else "length"
+    record = StepRecord("r", choice, 1, "g", 0, pack_ids(ids), end, None, context)
+    legs.receive(StepDone(worker="w", step=1, records=[record]), 0.0)
+    delta = next(e.message for e in legs.outbox.take() if isinstance(e.message, TextDelta))
+    return delta.records[0].text, delta.records[0].finish_reason
 
 
 class Client:

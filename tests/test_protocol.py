@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from tests.protocol_mesh import Mesh, Node, Noise
-from tests.protocol_work import Client, make_spec
+from tests.protocol_work import Client, make_spec, moody_id, text_of
 
 NUM_SPECS = 24
 END_BOUND_S = 30.0  # after the last fault; own work is below 8 s
@@ -38,29 +38,51 @@ def reference(number: int) -> tuple[Any, ...]:
     return client.outcome()
 
 
-def check(client: Client, *, may_fail: bool) -> str:
-    """Compare with the run without faults; the code of the error it ended with."""
+def check(mesh: Mesh, client: Client, *, may_fail: bool) -> str:
+    """Hold one answer against the promises; the code of the error it ended with."""
     assert client.end is not None, "never ended"
+    if client.end.error is not None:
+        assert may_fail or client.cancelled, client.end.error.detail
+    if mesh.moods is None:
+        check_equal(client)
+    else:
+        check_follows(client, mesh.moods)
+    return client.end.error.code if client.end.error else ""
+
+
+def check_equal(client: Client) -> None:
+    """Token for token and word for word what a run without faults answers, up to an error."""
     ids, text, finish, logprobs = client.outcome()
     right_ids, right_text, right_finish, right_logprobs = reference(client.number)
+    assert client.end is not None
     if client.end.error is None:
         assert ids == right_ids
         assert text == right_text
         assert finish == right_finish
         assert logprobs == right_logprobs
-        return ""
-    assert may_fail or client.cancelled, client.end.error.detail
     for choice, part in ids.items():
         assert part == right_ids[choice][: len(part)]
         assert right_text[choice].startswith(text[choice])
-    return client.end.error.code
+
+
+def check_follows(client: Client, moods: list[int]) -> None:
+    """Every id follows from those delivered before it, and the text from the ids."""
+    spec = client.spec
+    for choice, ids in client.ids.items():
+        prompt = (spec.ids or [])[choice // spec.n]
+        for index, token_id in enumerate(ids):
+            before = prompt + ids[:index]
+            said = {moody_id(before, mood) for mood in moods} | {0}
+            assert token_id in said, f"choice {choice}: id {index} follows from nothing delivered"
+        if client.end is not None and client.end.error is None:
+            assert (client.text[choice], client.finish[choice][0]) == text_of(client, choice)
 
 
 def finish(mesh: Mesh, *, may_fail: bool) -> Counter[str]:
     """All faults are over: run to the end and hold everything against the promises."""
     mesh.noise = Noise()
     mesh.until(mesh.ended, END_BOUND_S)
-    ends = Counter(check(client, may_fail=may_fail) for client in mesh.clients)
+    ends = Counter(check(mesh, client, may_fail=may_fail) for client in mesh.clients)
     mesh.advance(LEASES_S)
     mesh.check_no_leak()
     return ends
@@ -142,7 +164,7 @@ HARD = {"noise"}  # losing 4 % of everything may use up three tries of a tokeniz
 def run_schedule(kinds: list[str], seed: int, *, may_fail: bool = False) -> Counter[str]:
     """Eight requests over two seconds, and each fault somewhere among them."""
     rng = random.Random(f"{kinds} {seed}")
-    mesh = Mesh(seed)
+    mesh = Mesh(seed, moody=seed % 2 == 1)
     numbers = [rng.randrange(NUM_SPECS) for _ in range(8)]
     for order, number in enumerate(numbers):
         spec = make_spec(number, f"{order:032x}")
@@ -184,9 +206,9 @@ class AnySchedule(RuleBasedStateMachine):
     Gateways are not killed: plain streams end with theirs.
     """
 
-    @initialize(seed=st.integers(0, 2**32))
-    def begin(self, seed: int) -> None:
-        self.mesh = Mesh(seed, workers=3, gateways=2)
+    @initialize(seed=st.integers(0, 2**32), moody=st.booleans())
+    def begin(self, seed: int, moody: bool) -> None:
+        self.mesh = Mesh(seed, workers=3, gateways=2, moody=moody)
 
     @rule(number=st.integers(0, NUM_SPECS - 1))
     def open(self, number: int) -> None:
