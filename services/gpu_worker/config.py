@@ -42,6 +42,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_waiting: int = 1024  # legs not in a step; more are refused as overloaded
     lease_s: float = 5.0  # a leg not renewed for this long is dropped
     finished_s: float = 10.0  # a finished leg can be asked for or adopted for this long
+    finished_max: int = 4096  # finished legs kept with their ids; the oldest go first
     tombstone_s: float = 60.0  # a late `Run` of an ended epoch is recognized for this long
     tombstones_max: int = 65536  # entries; the oldest go first
     drain_s: float = 5.0  # legs may finish for this long after SIGTERM, then move elsewhere

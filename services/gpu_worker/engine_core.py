@@ -29,6 +29,7 @@ from shared.messages import (
 )
 
 _LATE_TICK_S = 0.25  # a tick later than this means that this process slept
+_SALT_MAX = 64  # bytes; blake2b takes no longer key
 _BROKEN_STEPS_MAX = 3  # steps in a row in which every row raises: it is the model, not a request
 
 Announce = Callable[[str, int], None]
@@ -204,6 +205,8 @@ class EngineCore:
             raise InvalidRequest(f"token ids must be below {vocab_size}", param="prompt")
         if not all(0 <= token_id < vocab_size for token_id in sampling.logit_bias):
             raise InvalidRequest(f"token ids must be below {vocab_size}", param="logit_bias")
+        if len(submit.salt) > _SALT_MAX:
+            raise InvalidRequest(f"the salt is longer than {_SALT_MAX} bytes", param="cache_salt")
         if sampling.max_tokens <= len(output_ids):
             raise InvalidRequest("max_tokens leaves no id to generate", param="max_tokens")
         if len(prompt_ids) + len(output_ids) >= self.max_model_len:

@@ -150,7 +150,7 @@ class LegTable:
         config = self._config
         while self._finished:
             key, (_, at) = next(iter(self._finished.items()))
-            if now - at < config.finished_s and len(self._finished) <= config.tombstones_max:
+            if now - at < config.finished_s and len(self._finished) <= config.finished_max:
                 break
             del self._finished[key]
         while self._tombstones:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import SimConfig
-from services.gpu_worker.runner import Scheduled
+from services.gpu_worker.runner import Sampled, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
 from shared.kv import BLOCK_SIZE, block_hashes
@@ -172,6 +172,7 @@ def test_out_of_blocks_the_last_in_order_is_preempted_and_goes_on_exactly() -> N
     bench.run()
     assert older.output_ids == alone(older)
     assert younger.output_ids == alone(younger)
+    assert younger.num_cached_tokens == 0, "its own blocks, found again, are no saving"
 
 
 def test_priority_decides_who_is_preempted() -> None:
@@ -262,6 +263,18 @@ def test_a_newcomer_leaves_running_legs_a_block_to_grow_into() -> None:
     assert bench.batcher.num_preemptions == 0
     assert running.output_ids == alone(running)
     assert newcomer.output_ids == alone(newcomer)
+
+
+def test_a_row_with_a_fault_stays_as_it_was() -> None:
+    """No id, no progress and no named block comes from a row that went wrong."""
+    bench = Bench()
+    sequence = bench.add(list(PREFIX))
+    batch = bench.batcher.schedule()
+    bench.batcher.commit(batch, [Sampled(5, fault="nan_logits")])
+
+    assert sequence.output_ids == []
+    assert sequence.num_computed_tokens == 0
+    assert bench.batcher.num_reusable_tokens(sequence) == 0
 
 
 def test_forgotten_blocks_are_not_found_again() -> None:

@@ -454,6 +454,21 @@ def test_tombstones_are_bounded() -> None:
     assert [s.choice for s in worker.take().started] == [9]
 
 
+def test_finished_legs_are_bounded() -> None:
+    """Only so many finished legs are kept with their ids."""
+    worker = Worker(finished_max=2)
+    for choice in range(4):
+        worker.run(choice=choice)
+    worker.steps()
+
+    assert [worker.renew(choice=choice).state for choice in range(4)] == [
+        "unknown",
+        "unknown",
+        "done",
+        "done",
+    ]
+
+
 # --- leases and questions ---
 
 
@@ -523,6 +538,7 @@ def test_renewals_are_answered_with_state_and_progress() -> None:
             "invalid_request",
             "logit_bias",
         ),
+        ({"salt": b"s" * 65}, "invalid_request", "cache_salt"),
         ({"sampling": SamplingParams(max_tokens=0)}, "invalid_request", "max_tokens"),
         ({"output_ids": list(range(12))}, "invalid_request", "max_tokens"),
     ],
@@ -577,6 +593,7 @@ def test_nan_logits_fail_their_own_leg() -> None:
         True,
     )
     assert sent.ids == truth()
+    assert (inbox("s-1"), 1, "failed") in sent.ended
     worker.assert_empty()
 
 
