@@ -1,11 +1,11 @@
 """Weights from a Hugging Face directory: config.json and safetensors, sharded or not."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from services.gpu_worker.loader.assemble import Names, assemble
 from services.gpu_worker.models.llama import LlamaConfig, LlamaWeights
 from shared.gguf_file import ModelFileError
 
+_Positive = Annotated[int, Meta(gt=0)]
 _DTYPES = ("F32", "F16", "BF16")
 _NAMES = Names(
     embedding="model.embed_tokens",
@@ -35,15 +36,15 @@ class _Config(Struct):
     """The part of config.json that decides what is computed."""
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
+    vocab_size: _Positive
+    hidden_size: _Positive
+    intermediate_size: _Positive
+    num_hidden_layers: _Positive
+    num_attention_heads: _Positive
+    max_position_embeddings: _Positive
     rms_norm_eps: float
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: _Positive | None = None
+    head_dim: _Positive | None = None
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None  # newer files: rope_theta and the scaling
