@@ -12,26 +12,32 @@ from deploy.errors import ClusterError
 TIMEOUT_S = 120.0  # between two chunks; the gateway pings far more often
 SAMPLE = "In one sentence: why do fish swim in shoals?"
 SAMPLE_TOKENS = 64
+SAMPLE_S = 60.0
 
 Messages = list[dict[str, str]]
 
 
-def stream(
-    host: str, port: int, model: str, messages: Messages, max_tokens: int | None = None
-) -> Iterator[str]:
-    """The pieces of one answer, as they come; raises `ClusterError`."""
+def sample(host: str, port: int, model: str) -> Iterator[str]:
+    """The answer to a fixed question, short and soon, for a first look."""
+    question = [{"role": "user", "content": SAMPLE}]
+    return stream(host, port, model, question, max_tokens=SAMPLE_TOKENS, timeout_s=SAMPLE_S)
+
+
+def stream(host: str, port: int, model: str, messages: Messages, **limits: float) -> Iterator[str]:
+    """The pieces of one answer, as they come; raises `ClusterError`.
+
+    `limits`: `max_tokens`, `timeout_s` of the whole answer.
+    """
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
-    if max_tokens is not None:
-        body["max_tokens"] = max_tokens
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
+    if "max_tokens" in limits:
+        body["max_tokens"] = limits["max_tokens"]
+    if "timeout_s" in limits:
+        headers["X-Request-Timeout-Ms"] = str(int(limits["timeout_s"] * 1000))
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         try:
-            connection.request(
-                "POST",
-                "/v1/chat/completions",
-                json.dumps(body),
-                {"Content-Type": "application/json", "Authorization": "Bearer none"},
-            )
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise ClusterError(_reason(response.read(), response.status))

@@ -18,6 +18,7 @@ from msgspec import Struct
 from deploy.restart import RestartPolicy, Restarts, Silence, SilencePolicy
 from deploy.servers import die_with_parent
 from shared.config import Status
+from shared.log import log
 
 EX_CONFIG = 78
 """Exit status of a process whose settings are wrong: to start it again would not help."""
@@ -93,6 +94,7 @@ class Child:
             if self.reason != f"exit {EX_CONFIG}":
                 delay = self.restarts.next_delay(self._clock())
             if delay is None:
+                log.error("given_up", child=self.spec.name, reason=self.reason)
                 self._become("failed")
                 return
             self._become("backoff")

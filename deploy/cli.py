@@ -4,8 +4,9 @@ import argparse
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 
-from deploy import chat, control, logs, supervisor
+from deploy import chat, control, logs, remote
 from deploy.child import EX_CONFIG
 from deploy.config import ClusterConfig, load
 from deploy.errors import ClusterError
@@ -20,21 +21,26 @@ def up(args: argparse.Namespace) -> int:
     """Start a mesh and leave it running, or stay with it."""
     config = configuration(args)
     if args.foreground:
-        supervisor.foreground(config, args.run_dir)
+        supervisor().foreground(config, args.run_dir)
         return 0
-    ready = supervisor.detached(args.run_dir, args.given)
+    ready = remote.detached(args.run_dir, args.given)
     status = control.status(args.run_dir.path)
     if not args.no_sample:
         sys.stdout.write(f"\n> {chat.SAMPLE}\n")
-        question = [{"role": "user", "content": chat.SAMPLE}]
-        chat.say(chat.stream(status.host, status.port, status.model, question, chat.SAMPLE_TOKENS))
-    sys.stdout.write(f"\n{ready.base_url}/v1  (OpenAI API, model {status.model}, any key)\n")
+        chat.say(chat.sample(status.host, status.port, status.model))
+        sys.stdout.write(f"\n{ready.base_url}/v1  (OpenAI API, model {status.model}, any key)\n")
     return 0
+
+
+def supervisor() -> ModuleType:
+    """Only a supervisor needs the bus; half a second for every other command."""
+    return importlib.import_module("deploy.supervisor")
 
 
 def supervise(args: argparse.Namespace) -> int:
     """The detached supervisor."""
-    return supervisor.background(configuration(args), args.run_dir, args.report_fd)
+    code: int = supervisor().background(configuration(args), args.run_dir, args.report_fd)
+    return code
 
 
 def configuration(args: argparse.Namespace) -> ClusterConfig:
@@ -51,7 +57,7 @@ def configuration(args: argparse.Namespace) -> ClusterConfig:
 
 def down(args: argparse.Namespace) -> int:
     """Stop a mesh; only its logs stay."""
-    if not supervisor.down(args.run_dir):
+    if not remote.down(args.run_dir):
         sys.stdout.write(f"No mesh was up in {args.run_dir.path}.\n")
     return 0
 
@@ -59,7 +65,7 @@ def down(args: argparse.Namespace) -> int:
 def status(args: argparse.Namespace) -> int:
     """Show every process."""
     found = control.status(args.run_dir.path)
-    sys.stdout.write(supervisor.as_json(found) if args.json else supervisor.as_table(found))
+    sys.stdout.write(control.as_json(found) if args.json else control.as_table(found))
     sys.stdout.write("\n")
     return 0
 

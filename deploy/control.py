@@ -146,3 +146,21 @@ def peer(connection: socket.socket) -> int:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid: int = struct.unpack("3i", credentials)[0]
     return pid
+
+
+def as_json(status: ClusterStatus) -> str:
+    """For programs."""
+    return msgspec.json.format(msgspec.json.encode(status)).decode()
+
+
+def as_table(status: ClusterStatus) -> str:
+    """For people."""
+    rows = [("NAME", "STATE", "PID", "LOAD", "RESTARTS", "UPTIME", "DETAIL")]
+    for p in status.processes:
+        uptime = f"{p.uptime_s:.0f} s" if p.pid else ""
+        pid = str(p.pid) if p.pid else ""
+        rows.append((p.name, p.state, pid, str(p.load), str(p.restarts), uptime, p.detail))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    head = f"{status.model} at http://{status.host}:{status.port}/v1, {status.state}"
+    return "\n".join([head, *lines])

@@ -1,29 +1,21 @@
 """The supervisor process: it owns the run directory, the listening socket and all children."""
 
 import asyncio
-import contextlib
 import errno
 import os
-import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-import msgspec
-
-from deploy import control
 from deploy.cluster import Cluster
 from deploy.config import ClusterConfig, ClusterTable
 from deploy.errors import ClusterError
 from deploy.model import Model, resolve
-from deploy.progress import Pipe, Progress, Ready, Refused, Stage, Terminal
+from deploy.progress import Pipe, Progress, Refused, Stage, Terminal
 from deploy.run_dir import RunDir
 from shared.log import configure
 
 NEXT_PORTS = 20  # tried after the default one
 BACKLOG = 1024  # connections that wait while a gateway is restarted
-END_S = 30.0  # for a supervisor to go down before it is killed
 
 
 def supervise(config: ClusterConfig, model: Model, run_dir: RunDir, progress: Progress) -> None:
@@ -77,41 +69,6 @@ def listen(table: ClusterTable, port_is_asked: bool) -> socket.socket:
     )
 
 
-def detached(run_dir: RunDir, arguments: list[str]) -> Ready:
-    """Start a supervisor in the background, show how it comes up, leave it running.
-
-    Raises `ClusterError`, and passes on Ctrl-C: then nothing of it is left.
-    """
-    ours, theirs = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deploy.cli", "supervise", "--report-fd", str(theirs), *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(theirs,),
-        start_new_session=True,
-    )
-    os.close(theirs)
-    terminal = Terminal()
-    try:
-        with os.fdopen(ours, "rb") as events:
-            for line in events:
-                event = Pipe.read(line)
-                terminal.tell(event)
-                match event:
-                    case Refused():
-                        process.wait()
-                        raise ClusterError(event.reason)
-                    case Ready():
-                        return event
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-        raise
-    log = run_dir.log_file("supervisor")
-    raise ClusterError(f"The supervisor ended (exit {process.wait()}); see {log}.")
-
-
 def _log_to(log: Path) -> None:
     """Send our own standard output and error to `log`."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -119,44 +76,3 @@ def _log_to(log: Path) -> None:
     os.dup2(fd, 2)
     os.close(fd)
     configure("supervisor", f"supervisor-{os.getpid()}")
-
-
-def down(run_dir: RunDir) -> bool:
-    """Stop the cluster of `run_dir` and sweep what a killed one left; False = none was up."""
-    was_up = True
-    patience_s = END_S
-    try:
-        patience_s += control.status(run_dir.path).drain_s
-        control.ask(run_dir.path, "down")
-    except control.NotUp:
-        was_up = False
-    except control.Unresponsive as error:
-        _kill(error.pid)  # its children die with it
-    if not run_dir.is_free(patience_s):
-        raise ClusterError(f"The supervisor of {run_dir.path} does not end; see {run_dir.logs}.")
-    run_dir.sweep()
-    return was_up
-
-
-def _kill(pid: int) -> None:
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def as_json(status: control.ClusterStatus) -> str:
-    """For programs."""
-    return msgspec.json.format(msgspec.json.encode(status)).decode()
-
-
-def as_table(status: control.ClusterStatus) -> str:
-    """For people."""
-    rows = [("NAME", "STATE", "PID", "LOAD", "RESTARTS", "UPTIME", "DETAIL")]
-    for p in status.processes:
-        uptime = f"{p.uptime_s:.0f} s" if p.pid else ""
-        pid = str(p.pid) if p.pid else ""
-        rows.append((p.name, p.state, pid, str(p.load), str(p.restarts), uptime, p.detail))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    head = f"{status.model} at http://{status.host}:{status.port}/v1, {status.state}"
-    return "\n".join([head, *lines])

@@ -1,0 +1,255 @@
+"""`shoal up` to `shoal down`, as a user does it: the servers alone, which start in a second."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy import control
+from deploy.config import ROLES
+
+NO_SERVICES = [f"{role}.replicas=0" for role in ROLES]
+
+
+def shoal(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments, "--run-dir", str(run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def up(run_dir: Path, *options: str, port: str = "0") -> subprocess.CompletedProcess[str]:
+    return shoal(run_dir, "up", "--port", port, "--no-sample", *options, *NO_SERVICES)
+
+
+def said(run_dir: Path) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(shoal(run_dir, "status", "--json").stdout)
+    return answer
+
+
+def of_cluster(run_dir: Path) -> list[psutil.Process]:
+    """Every process whose command line names `run_dir`, whoever started it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and str(run_dir) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def left(run_dir: Path) -> list[str]:
+    return [path.name for path in run_dir.iterdir() if path.name != "logs"]
+
+
+async def gone(run_dir: Path) -> None:
+    async with asyncio.timeout(20):
+        while of_cluster(run_dir) or left(run_dir):
+            await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    shoal(tmp_path / "run", "down")
+
+
+def test_up_says_each_stage_and_down_leaves_only_logs(run_dir: Path) -> None:
+    """One line per stage, the base URL at the end; afterwards no process and no file but logs."""
+    started = up(run_dir)
+    assert started.returncode == 0, started.stderr
+    status = said(run_dir)
+
+    stages = [line.split()[0] for line in started.stdout.splitlines() if line]
+    assert stages == ["model", "servers", "services", "ready"]
+    assert f"http://127.0.0.1:{status['port']}/v1" in started.stdout
+    assert {p["name"]: p["state"] for p in status["processes"]} == {
+        "nats": "ready",
+        "redis": "ready",
+    }
+    assert len(of_cluster(run_dir)) >= 2
+
+    assert shoal(run_dir, "down").returncode == 0
+    assert of_cluster(run_dir) == []
+    assert left(run_dir) == []
+    assert sorted(path.stem for path in (run_dir / "logs").iterdir()) == [
+        "nats",
+        "redis",
+        "supervisor",
+    ]
+
+
+async def test_a_killed_supervisor_leaves_nothing(run_dir: Path) -> None:
+    """kill -9: the children die with it, and socket, credentials and data are swept."""
+    assert up(run_dir).returncode == 0
+    os.kill(said(run_dir)["supervisor_pid"], signal.SIGKILL)
+
+    await gone(run_dir)
+    assert up(run_dir).returncode == 0, "the directory can be used again"
+
+
+async def test_a_stopped_supervisor_can_be_taken_down(run_dir: Path) -> None:
+    """A supervisor that hangs does not keep its cluster up."""
+    assert up(run_dir).returncode == 0
+    os.kill(said(run_dir)["supervisor_pid"], signal.SIGSTOP)
+
+    assert shoal(run_dir, "down").returncode == 0
+    assert of_cluster(run_dir) == []
+    assert left(run_dir) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_ctrl_c_in_the_foreground_leaves_nothing(run_dir: Path, number: int) -> None:
+    """`shoal up --foreground` ends in good order on either signal."""
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "deploy.cli", "up", "--foreground", "--port", "0"],
+        *["--run-dir", str(run_dir), *NO_SERVICES],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        while not (await process.stdout.readline()).startswith(b"ready"):
+            pass
+        process.send_signal(number)
+        assert await process.wait() == 0
+    await gone(run_dir)
+
+
+async def test_ctrl_c_while_it_comes_up_leaves_nothing(run_dir: Path) -> None:
+    """Interrupting `shoal up` takes the detached supervisor along."""
+    process = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "deploy.cli", "up", "--port", "0"],
+        *["--run-dir", str(run_dir), *NO_SERVICES],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        await process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        await process.wait()
+    await gone(run_dir)
+
+
+def test_two_clusters_live_side_by_side(tmp_path: Path) -> None:
+    """A second run directory is a second mesh, with its own ports and credentials."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    try:
+        assert up(first).returncode == 0
+        assert up(second).returncode == 0
+        assert said(first)["port"] != said(second)["port"]
+        assert said(first)["nats_url"] != said(second)["nats_url"]
+        assert (first / "public.json").read_text() != (second / "public.json").read_text()
+
+        assert shoal(first, "down").returncode == 0
+        assert said(second)["state"] == "ready"
+    finally:
+        for run_dir in (first, second):
+            assert shoal(run_dir, "down").returncode == 0
+
+
+def test_one_directory_has_one_mesh(run_dir: Path) -> None:
+    """A second `up` in the same directory is refused, and the first goes on."""
+    assert up(run_dir).returncode == 0
+    again = up(run_dir)
+
+    assert again.returncode == 1
+    assert f"already up in {run_dir}" in again.stderr
+    assert said(run_dir)["state"] == "ready"
+
+
+def test_secrets_are_readable_by_their_owner_only(run_dir: Path) -> None:
+    """Nothing in the run directory can be read by others, whatever the umask is."""
+    before = os.umask(0)
+    try:
+        assert up(run_dir).returncode == 0
+    finally:
+        os.umask(before)
+
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    for name in ("public.json", "control.sock", "servers/nats.conf", "servers/redis.conf"):
+        assert stat.S_IMODE((run_dir / name).stat().st_mode) & 0o077 == 0, name
+
+
+def test_processes_are_killed_paused_and_resumed_by_name(run_dir: Path) -> None:
+    """kill restarts it, pause and resume show in its state; an unknown name lists the known."""
+    assert up(run_dir).returncode == 0
+    before = {p["name"]: p for p in said(run_dir)["processes"]}
+    assert shoal(run_dir, "kill", "nats").returncode == 0
+    assert shoal(run_dir, "pause", "redis").returncode == 0
+    assert {p["name"]: p["state"] for p in said(run_dir)["processes"]}["redis"] == "paused"
+    assert shoal(run_dir, "resume", "redis").returncode == 0
+    while any(process["state"] != "ready" for process in said(run_dir)["processes"]):
+        pass
+    after = {p["name"]: p for p in said(run_dir)["processes"]}
+
+    assert after["nats"]["pid"] != before["nats"]["pid"]
+    assert after["nats"]["restarts"] == 1
+    assert after["redis"]["pid"] == before["redis"]["pid"]
+    unknown = shoal(run_dir, "kill", "gateway-7")
+    assert unknown.returncode == 1
+    assert "there are: nats, redis" in unknown.stderr
+
+
+def test_a_taken_port_is_one_sentence(run_dir: Path) -> None:
+    """A port asked for and taken is refused by number."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused = up(run_dir, port=str(port))
+
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert f"Port {port} of 127.0.0.1 is taken" in refused.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "chat", "kill"])
+def test_what_needs_a_mesh_says_that_none_is_up(run_dir: Path, verb: str) -> None:
+    """Commands to a mesh that is not up say so, in one sentence."""
+    refused = shoal(run_dir, verb, *(["nats"] if verb == "kill" else []))
+
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert f"No mesh is up in {run_dir}" in refused.stderr
+
+
+def test_down_twice_is_fine(run_dir: Path) -> None:
+    """Taking down what is not up is no error, so scripts need not ask first."""
+    assert shoal(run_dir, "down").returncode == 0
+    assert not run_dir.exists()
+
+
+def test_a_directory_full_of_other_things_keeps_them(run_dir: Path) -> None:
+    """Only what a mesh wrote is ever removed."""
+    run_dir.mkdir()
+    (run_dir / "thesis.tex").write_text("years of work")
+    assert up(run_dir).returncode == 0
+    assert shoal(run_dir, "down").returncode == 0
+
+    assert (run_dir / "thesis.tex").read_text() == "years of work"
+
+
+def test_nonsense_on_the_control_socket_is_answered(run_dir: Path) -> None:
+    """A peer that speaks no protocol gets an error and hurts nobody."""
+    assert up(run_dir).returncode == 0
+    for line in (b"hello\n", b'{"verb":"explode"}\n', b"\n"):
+        with control.short_path(run_dir) as path, socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(10)
+            peer.connect(path)
+            peer.sendall(line)
+            assert "error" in json.loads(peer.makefile("rb").readline())
+
+    assert said(run_dir)["state"] == "ready"
