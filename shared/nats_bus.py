@@ -23,6 +23,7 @@ from typing import Any
 from nats.aio.client import Client, Srv
 from nats.aio.subscription import Subscription as NatsSubscription
 from nats.aio.transport import TcpTransport
+from nats.errors import Error, NoServersError
 
 from shared import metrics
 from shared.bus import Delivery, Handler
@@ -103,7 +104,7 @@ class _Client(Client):
             return
         try:
             handler(Delivery(subject.decode(), data, reply.decode()))
-        except Exception as error:  # noqa: BLE001 a raise here would end the read loop
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 it would end the loop
             log.error("handler_raised", subject=subject.decode(), exc_info=error)
 
     async def _process_pong(self) -> None:
@@ -152,9 +153,8 @@ class _Client(Client):
         handshake got half way, the tasks of that one. What waits on those PINGs asks again, and
         PINGs still queued go, so that every PONG meets its own future.
         """
-        for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
-            if task is not None:
-                task.cancel()
+        for task in self.tasks() - {self._reconnection_task}:
+            task.cancel()
         waiting = self._pongs
         await super()._process_connect_init()
         self._pending = [command for command in self._pending if command != b"PING\r\n"]
@@ -164,11 +164,15 @@ class _Client(Client):
 
     def broken(self) -> bool:
         """Is a task dead that the state says must live?"""
-        if self.is_connected:
-            needed = [self._reading_task, self._flusher_task, self._ping_interval_task]
-        else:
-            needed = [self._reconnection_task] if self.is_reconnecting else []
-        return any(task is None or task.done() for task in needed)
+        if self.is_reconnecting:
+            return self._reconnection_task is None or self._reconnection_task.done()
+        running = self.tasks() - {self._reconnection_task}
+        return self.is_connected and any(task.done() for task in running)
+
+    def tasks(self) -> set[asyncio.Task[None]]:
+        """Those that read, write, ping and reconnect."""
+        tasks = {self._reading_task, self._flusher_task, self._ping_interval_task}
+        return {task for task in {*tasks, self._reconnection_task} if task is not None}
 
     def abort(self) -> None:
         """Throw the socket away."""
@@ -202,7 +206,6 @@ class NatsBus:
         self.on_closed: Callable[[str], None] = lambda _reason: None
         self.dropped_publishes = 0
         self._client = _Client()
-        self._client.no_responders = self._nobody
         self._up = False
         self._closing = False
         self._reconnects = 0
@@ -226,34 +229,42 @@ class NatsBus:
     ) -> "NatsBus":
         """Connect within `timeout_s`; raises `Unavailable` that says what stood in the way."""
         bus = cls()
-        settings = {
-            "ping_interval": PING_S,
-            "max_outstanding_pings": PINGS_OUT,
-            "connect_timeout": 1,
-            "max_reconnect_attempts": -1,  # the default of 60 closes for good
-            "pending_size": 0,  # no forced, waiting flush: `publish` has its own limit
-            **options,
-        }
-        try:
-            async with asyncio.timeout(timeout_s):
-                await bus._client.connect(
-                    url,
-                    user=user,
-                    password=password,
-                    name=name,
-                    error_cb=bus._error,
-                    disconnected_cb=_called(bus._lost),
-                    reconnected_cb=_called(bus._back),
-                    closed_cb=_called(bus._closed),
-                    **settings,
-                )
-        except TimeoutError:
-            bus._client.abort()
-            raise Unavailable(f"NATS at {url}: {bus._last_error}") from None
+        deadline = monotonic() + timeout_s
+        while True:
+            try:
+                await bus._open(url, user=user, password=password, name=name, **options)
+                break
+            except (OSError, Error) as error:
+                bus._client.abort()
+                if monotonic() > deadline:
+                    # NoServersError says less than the error that led to it.
+                    why = bus._last_error if isinstance(error, NoServersError) else error
+                    raise Unavailable(f"NATS at {url}: {why}") from None
+            await asyncio.sleep(RECONNECT_FIRST_S)
         bus._up = True
         bus._watchdog = asyncio.create_task(bus._watch())
         await bus.subscribe(f"{bus._inbox}.*", bus._answered)
         return bus
+
+    async def _open(self, url: str, **options: Any) -> None:
+        """One try; each on a new client, which leaves no half-way state behind."""
+        client = self._client = _Client()
+        client.no_responders = self._nobody
+        await client.connect(
+            url,
+            error_cb=self._error,
+            disconnected_cb=_called(self._lost),
+            reconnected_cb=_called(self._back),
+            closed_cb=_called(self._closed),
+            max_outstanding_pings=PINGS_OUT,
+            connect_timeout=1,
+            pending_size=0,  # no forced, waiting flush: `publish` has its own limit
+            max_reconnect_attempts=1,
+            allow_reconnect=False,
+            **{"ping_interval": PING_S, **options},
+        )
+        client.options["allow_reconnect"] = True
+        client.options["max_reconnect_attempts"] = -1  # the default of 60 closes for good
 
     @property
     def connected(self) -> bool:
@@ -329,9 +340,14 @@ class NatsBus:
         # nats-py swallows cancellation in places, so a time limit around it would not hold.
         closing = asyncio.create_task(self._client.close())
         await asyncio.wait({closing}, timeout=CLOSE_S / 2)
-        self._client.abort()
-        closing.cancel()
         self._client.handlers.clear()
+        self._client.abort()
+        tasks = {closing, *self._client.tasks()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=CLOSE_S)
+        await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
+        self._client.abort()  # of a reconnect that was half way
 
     # --- inside --------------------------------------------------------------------------------
 
