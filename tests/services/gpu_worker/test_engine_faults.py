@@ -1,0 +1,131 @@
+"""What cannot run is refused at once; what goes wrong hurts its own leg."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.gpu_worker.engine_core import EngineBroken
+from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.simulated import SimulatedRunner
+from shared.ids import pack_ids
+from shared.sampling import SamplingParams
+from shared.subjects import inbox
+from tests.services.gpu_worker.engine_kit import END_ID, PROMPT, SIM, Worker, truth
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "param"),
+    [
+        ({"prompt_ids": b""}, "invalid_request", "prompt"),
+        ({"prompt_ids": pack_ids([5, 1000])}, "invalid_request", "prompt"),
+        ({"prompt_ids": b"abc"}, "invalid_request", "prompt"),
+        ({"prompt_ids": pack_ids([5] * 400)}, "context_length_exceeded", "prompt"),
+        (
+            {"sampling": SamplingParams(max_tokens=5, logit_bias={1000: 1.0})},
+            "invalid_request",
+            "logit_bias",
+        ),
+        ({"salt": b"s" * 65}, "invalid_request", "cache_salt"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "invalid_request", "max_tokens"),
+        ({"output_ids": list(range(12))}, "invalid_request", "max_tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(
+    changes: dict[str, Any], code: str, param: str
+) -> None:
+    """A typed error names the field; nothing is queued, and no retry elsewhere is asked for."""
+    worker = Worker()
+    worker.run(**changes)
+    sent = worker.take()
+
+    (failed,) = sent.failed
+    assert (failed.code, failed.param, failed.retryable) == (code, param, False)
+    assert sent.ended == [(inbox("s-1"), 1, "failed")]
+    assert sent.started == []
+    worker.assert_empty()
+
+
+def test_a_pool_smaller_than_the_context_is_the_limit() -> None:
+    """A prompt that fits the model but never the memory is refused, not queued for ever."""
+    worker = Worker(msgspec.structs.replace(SIM, num_blocks=2))
+    worker.run()
+    assert worker.core.max_model_len == 32
+    assert [f.code for f in worker.take().failed] == ["context_length_exceeded"]
+
+
+def test_a_full_queue_refuses_with_advice() -> None:
+    """Over the limit, a leg is told to go elsewhere or come back."""
+    worker = Worker(max_waiting=2)
+    for choice in range(3):
+        worker.run(choice=choice)
+    (failed,) = worker.take().failed
+
+    assert (failed.choice, failed.code, failed.retryable) == (2, "overloaded", True)
+    assert failed.retry_after_s
+
+
+def test_nan_logits_fail_their_own_leg() -> None:
+    """The others go on as if it had never been there."""
+    worker = Worker(msgspec.structs.replace(SIM, nan_id=77))
+    worker.run(choice=0)
+    worker.run(choice=1, prompt_ids=pack_ids([77, *PROMPT]))
+    worker.steps()
+    sent = worker.take()
+
+    (failed,) = sent.failed
+    assert (failed.choice, failed.code, failed.retryable, failed.started) == (
+        1,
+        "internal",
+        True,
+        True,
+    )
+    assert sent.ids == truth()
+    assert (inbox("s-1"), 1, "failed") in sent.ended
+    worker.assert_empty()
+
+
+class Raises:
+    """A model that raises on some prompts."""
+
+    def __init__(self, bad: int) -> None:
+        self.inner = SimulatedRunner(SIM, words=range(900), end_ids=[END_ID])
+        self.spec = self.inner.spec
+        self.bad = bad
+
+    def warm_up(self) -> None: ...
+
+    def phase_bound_ms(self, batch: list[Scheduled]) -> int:
+        return len(batch)
+
+    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+        if any(self.bad in row.sequence.prompt_ids for row in batch):
+            raise MemoryError("no room")
+        return self.inner.execute(batch)
+
+
+def test_a_row_that_raises_fails_alone() -> None:
+    """The step is repeated row by row: only the culprit's leg fails, the others lose nothing."""
+    worker = Worker(runner=Raises(bad=77))
+    worker.run(choice=0)
+    worker.run(choice=1, prompt_ids=pack_ids([77, 78]))
+    worker.steps()
+    sent = worker.take()
+
+    assert [(f.choice, f.code, f.retryable) for f in sent.failed] == [(1, "internal", True)]
+    assert sent.ids == truth()
+    worker.assert_empty()
+
+
+def test_a_model_that_always_raises_ends_the_engine() -> None:
+    """Three steps in a row without a good row: it is the model, and only a restart can help."""
+    worker = Worker(runner=Raises(bad=1))
+
+    def keep_trying() -> None:
+        for choice in range(5):
+            worker.run(choice=choice)
+            worker.steps(1)
+
+    with pytest.raises(EngineBroken):
+        keep_trying()
+    assert len(worker.take().failed) == 2
