@@ -35,6 +35,6 @@ def sim_mesh_small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     """A cluster whose one simulated worker runs one leg at a time, slowly."""
     run_dir = tmp_path_factory.mktemp("small")
     with Mesh(
-        run_dir, "--engine", "sim", "gpu_worker.max_legs=1", "gpu_worker.sim_step_ms=20"
+        run_dir, "--engine", "sim", "gpu_worker.max_legs=1", "gpu_worker.sim.step_ms=20"
     ) as m:
         yield m
