@@ -30,11 +30,17 @@ def nats(tmp_path: Path) -> Iterator[Running]:
 
 
 @contextlib.asynccontextmanager
-async def connected(nats: Running, url: str = "") -> AsyncIterator[NatsBus]:
-    """One client, with pings fast enough for a test."""
+async def connected(
+    nats: Running, url: str = "", *, public: bool = False, ping_interval: float = 5.0
+) -> AsyncIterator[NatsBus]:
+    """One client; where a silent server is to be found out, with pings fast enough for a test."""
     server = nats.server
     bus = await NatsBus.connect(
-        url or server.url, server.user, server.password, name="test", ping_interval=0.2
+        url or server.url,
+        server.public_user if public else server.user,
+        server.public_password if public else server.password,
+        name="test",
+        ping_interval=ping_interval,
     )
     try:
         yield bus
@@ -97,8 +103,7 @@ async def test_d3_no_callback_stops_the_connection(nats: Running) -> None:
         raise ValueError("hook")
 
     server = nats.server
-    bus = await NatsBus.connect(server.url, server.public_user, server.public_password, name="p")
-    async with contextlib.aclosing(_closing(bus)):
+    async with connected(nats, public=True) as bus:
         bus.on_disconnected = bus.on_reconnected = raises
         bus.publish("mesh.v1.forbidden", b"")  # the server answers with an error
         await bus.flush()
@@ -111,13 +116,6 @@ async def test_d3_no_callback_stops_the_connection(nats: Running) -> None:
             await eventually(lambda: bus.connected)
         finally:
             again.stop()
-
-
-async def _closing(bus: NatsBus) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        await bus.close()
 
 
 async def test_d4_what_was_on_its_way_is_handled(nats: Running) -> None:
@@ -150,7 +148,7 @@ async def test_d4_what_was_on_its_way_is_handled(nats: Running) -> None:
 
 async def test_d5_a_stalled_server_is_left(nats: Running) -> None:
     """Paused under write load: found out by its silence, and the bus is back when it wakes."""
-    async with connected(nats) as bus:
+    async with connected(nats, ping_interval=0.2) as bus:
         gone = asyncio.Event()
         bus.on_disconnected = gone.set
         with paused(nats):
