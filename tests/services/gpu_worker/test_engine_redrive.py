@@ -118,6 +118,19 @@ def test_a_leg_that_finished_long_ago_is_taken_anew() -> None:
     assert sent.ids == ids[9:]
 
 
+def test_a_finished_leg_has_nothing_for_a_re_drive_that_has_it_all() -> None:
+    """Such a re-drive is answered, not adopted in silence."""
+    worker = Worker()
+    worker.run()
+    worker.steps()
+    ids = worker.take().ids
+    worker.run(epoch=2, output_ids=ids)
+    sent = worker.take()
+
+    assert sent.started == []
+    assert [failed.param for failed in sent.failed] == ["max_tokens"]
+
+
 def test_other_ids_are_not_adopted() -> None:
     """A re-drive that delivered other ids than these supersedes the leg and starts anew."""
     ids = truth()
@@ -206,6 +219,16 @@ def test_a_cancel_that_comes_before_its_run_wins() -> None:
     worker = Worker()
     worker.core.receive(Cancel(request_id="r", choice=0, epoch=1), worker.now)
     worker.run(epoch=1)
+
+    assert worker.take().started == []
+
+
+def test_an_older_cancel_does_not_lower_the_tombstone() -> None:
+    """Cancels that come out of order fence off as much as the highest of them."""
+    worker = Worker()
+    for epoch in (5, 3):
+        worker.core.receive(Cancel(request_id="r", choice=0, epoch=epoch), worker.now)
+    worker.run(epoch=4)
 
     assert worker.take().started == []
 
