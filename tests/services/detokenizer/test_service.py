@@ -1,0 +1,54 @@
+"""The detokenizer process around its core, on a bus in memory."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from services.detokenizer.service import Detokenizer
+from shared.bus import Delivery
+from shared.config import ConfigError, Launch
+from shared.ids import pack_ids
+from shared.messages import StepDone, StepRecord, TextContext, TextDelta, encode
+from shared.model_files import default_model
+from shared.sampling import TextParams
+from shared.subjects import inbox
+from shared.testing import MemoryBroker, MemoryBus, eventually, running
+
+
+def launch(**settings: Any) -> Launch:
+    return Launch(
+        role="detokenizer",
+        name="detokenizer-0",
+        instance="detok-1",
+        model=str(default_model()),
+        nats_url="",
+        nats_user="",
+        nats_password="",
+        run_dir="",
+        settings=settings,
+    )
+
+
+async def test_a_step_becomes_text_at_the_gateway() -> None:
+    """Ids of the default model, sent as a worker sends them, arrive as text."""
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    heard: list[Delivery] = []
+    await bus.subscribe(inbox("gw"), heard.append)
+    context = TextContext(b"", b"", TextParams())
+    ids = pack_ids([19556, 905])
+    record = StepRecord("r", 0, 1, "gw", 0, ids, "length", context=context)
+    actor = Detokenizer(launch(), MemoryBus(broker))
+    async with running(actor):
+        step = StepDone(worker="w", step=1, records=[record])
+        bus.publish(inbox("detok-1"), encode(step))
+        await eventually(lambda: bool(heard))
+    [text] = msgspec.msgpack.decode(heard[0].payload, type=TextDelta).records
+    assert (text.text, text.finish_reason) == ("Hello world", "length")
+    assert actor.beat().load == 0
+
+
+def test_unknown_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="lease_ms"):
+        Detokenizer(launch(lease_ms=3), MemoryBus(MemoryBroker()))
