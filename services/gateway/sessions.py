@@ -168,6 +168,7 @@ class SessionTable:
 
     def receive(self, message: ToGateway, now: float) -> None:
         """Take one message; strangers, duplicates and lower epochs are dropped."""
+        self._tokenizing.heard_at = now
         match message:
             case TextDelta():
                 for record in message.records:

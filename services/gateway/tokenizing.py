@@ -22,7 +22,8 @@ class Question:
     opened_at: float
     tokenizer: str = ""
     attempt: int = 0
-    counted: int = 0  # tries, less those made while our own connection was down
+    counted: int = 0  # tries, less those made while we were cut off
+    asked_at: float = 0.0
     until: float = 0.0
     tried: list[str] = field(default_factory=list)
 
@@ -32,6 +33,7 @@ class Tokenizing:
 
     def __init__(self, gateway: str, outbox: Outbox) -> None:
         self.tokenizers = Tokenizers()
+        self.heard_at = 0.0  # the last message from anybody
         self._gateway = gateway
         self._outbox = outbox
         self._open: dict[str, Question] = {}
@@ -50,6 +52,8 @@ class Tokenizing:
         question = self._open[request_id]
         if question.tokenizer and now < question.until:
             return None
+        if question.tokenizer and self.heard_at <= question.asked_at:
+            question.counted -= 1  # nor has anybody else been heard: it is our own connection
         self._give_up(question)
         if question.counted >= TRIES_MAX:
             return Unavailable(f"no tokenizer answered in {TRIES_MAX} tries.", retry_after_s=1.0)
@@ -59,6 +63,7 @@ class Tokenizing:
                 return None
             return Unavailable("no tokenizer is up.", retry_after_s=1.0)
         question.tokenizer = tokenizer
+        question.asked_at = now
         question.attempt += 1
         question.counted += 1
         question.tried.append(tokenizer)
