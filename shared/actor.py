@@ -320,6 +320,7 @@ class Actor:
             self._due = self.clock() + self.tick_s
             await asyncio.sleep(self.tick_s)
             now = self.clock()
+            metrics.TICK_LATENESS.labels(self.role).observe(max(0.0, now - self._due))
             try:
                 self._look(now)
                 self.tick(now)
@@ -331,7 +332,6 @@ class Actor:
     def _look(self, now: float) -> None:
         """Before anything is judged: have I slept, has the connection been away?"""
         late = now - self._due
-        metrics.TICK_LATENESS.labels(self.role).observe(max(0.0, late))
         up, reconnects = self.bus.connected, self.bus.reconnects
         if self._up and (not up or reconnects != self._reconnects):
             self._up = False
