@@ -181,6 +181,7 @@ class Child:
             self.signal(signal.SIGKILL)
             code = process.wait()
             self.pid = 0
+            self.status = Status(state="starting")
             self._gone.set()
         return self._kill_reason or describe(code)
 

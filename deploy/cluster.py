@@ -32,7 +32,7 @@ STOP_S = 5.0  # between SIGTERM and SIGKILL, for all but gateways
 HTTP_POLL_S = 0.05
 HTTP_TIMEOUT_S = 2.0
 
-STAGES = {"weights": "loading {model}", "warm-up": "first steps of the engine"}
+STAGES = {"weights": "loading {model} on each worker", "warm-up": "first steps of the engine"}
 """What a worker's `Status.detail` means for the person who waits."""
 
 
@@ -247,7 +247,7 @@ class Cluster:
         for detail in [d for d in STAGES if d in details][:1]:
             if detail != self._stage and not self._later(detail):
                 self._stage = detail
-                self._progress.tell(Stage(detail, STAGES[detail].format(model=self._model.path)))
+                self._progress.tell(Stage(detail, STAGES[detail].format(model=self._model.name)))
 
     def _later(self, detail: str) -> bool:
         """True when a stage after `detail` was shown: a worker began anew."""
@@ -321,7 +321,7 @@ def describe(child: Child, now: float) -> control.ProcessStatus:
         load=child.status.load if child.pid else 0,
         restarts=child.restarts.total,
         uptime_s=round(now - child.started, 1) if child.pid else 0.0,
-        detail=(child.status.detail or child.reason) if child.pid else child.reason,
+        detail=child.status.detail or (child.reason and f"last end: {child.reason}"),
         extra=child.status.extra,
     )
 

@@ -4,7 +4,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
 from deploy.errors import ClusterError
@@ -79,9 +78,11 @@ def load(file: Path | None, overrides: list[str]) -> ClusterConfig:
 
 
 def _service(role: str, table: Any) -> Service:
-    table = dict(table) if isinstance(table, dict) else {"replicas": table}
+    if not isinstance(table, dict):
+        raise ClusterError(f"[{role}] is {table!r}, not a table.")
+    table = dict(table)
     replicas = table.pop("replicas", 1)
-    if not isinstance(replicas, int) or not 0 <= replicas <= REPLICAS_MAX:
+    if type(replicas) is not int or not 0 <= replicas <= REPLICAS_MAX:
         raise ClusterError(f"[{role}] replicas is {replicas!r}, not 0 to {REPLICAS_MAX}.")
     return Service(replicas, table)
 
@@ -118,8 +119,3 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
             _merge(base[key], value)
         else:
             base[key] = value
-
-
-def as_builtins(config: ClusterConfig) -> Any:
-    """For showing."""
-    return msgspec.to_builtins(config)

@@ -1,0 +1,102 @@
+"""The launch file of a service, and the directory it lies in."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from deploy.config import load
+from deploy.errors import ClusterError
+from deploy.launch import Launcher, environment, new_secret
+from deploy.model import Model
+from deploy.run_dir import RunDir, disk_error
+from deploy.servers import Server
+from shared.config import read_launch
+
+
+def launcher(run_dir: RunDir, *overrides: str) -> Launcher:
+    def server(name: str) -> Server:
+        return Server(
+            name=name,
+            command=[],
+            run_dir=run_dir.path,
+            log=run_dir.log_file(name),
+            url=f"{name}://there",
+            user="me",
+            password="hidden",
+        )
+
+    model = Model(Path("/models/tiny.gguf"), "tiny", 1)
+    config = load(None, list(overrides))
+    return Launcher(config, model, run_dir, server("nats"), server("redis"), 7, new_secret())
+
+
+def test_every_replica_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """As many processes as asked for, numbered from 0."""
+    specs = launcher(RunDir(tmp_path), "gpu_worker.replicas=3", "kv_tier.replicas=0").specs()
+    names = [spec.name for spec in specs]
+
+    assert [name for name in names if name.startswith("gpu_worker")] == [
+        "gpu_worker-0",
+        "gpu_worker-1",
+        "gpu_worker-2",
+    ]
+    assert not [name for name in names if name.startswith("kv_tier")]
+    assert len(set(names)) == len(names)
+
+
+def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) -> None:
+    """It reads back as it was meant, is 0600, and only gateways get the listening socket."""
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.held():
+        specs = {spec.name: spec for spec in launcher(run_dir, "gateway.ping_s=3").specs()}
+        for name in ("gateway-0", "tokenizer-0"):
+            before = os.umask(0)
+            command = specs[name].command(f"{name}-abc123", 9)
+            os.umask(before)
+            file = Path(command.argv[-1])
+            launch = read_launch(file)
+
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            assert (launch.name, launch.instance) == (name, f"{name}-abc123")
+            assert (launch.nats_password, launch.status_fd) == ("hidden", 9)
+            assert "hidden" not in " ".join((*command.argv, *command.env.values()))
+            gateway = name == "gateway-0"
+            assert launch.listen_fd == (7 if gateway else None)
+            assert command.pass_fds == ((7,) if gateway else ())
+            assert launch.settings == ({"ping_s": 3} if gateway else {})
+    assert not file.exists()
+
+
+def test_only_engines_compute_with_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs are shared among the engines; what the user sets wins."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cpus = len(os.sched_getaffinity(0))
+
+    assert environment("gpu_worker", 1)["OMP_NUM_THREADS"] == str(cpus)
+    assert environment("gpu_worker", 10 * cpus)["OMP_NUM_THREADS"] == "1"
+    assert environment("tokenizer", 1)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert environment("tokenizer", 1)["OMP_NUM_THREADS"] == "5"
+
+
+def test_a_held_directory_is_refused_to_others(tmp_path: Path) -> None:
+    """One mesh per directory; free again as soon as the first lets go."""
+    first, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    with first.held():
+        assert not second.is_free()
+        with pytest.raises(ClusterError, match="already up"), second.held():
+            pass
+    assert second.is_free()
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    """A file in the way, or a disk that is full, is one sentence."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ClusterError, match=r"Cannot use .*/file"), RunDir(tmp_path / "file").held():
+        pass
+
+    full = disk_error(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
+    assert str(full) == f"The disk of {tmp_path} is full."
