@@ -138,6 +138,18 @@ def test_a_leg_that_nobody_renews_is_reaped() -> None:
     worker.assert_empty()
 
 
+def test_long_steps_are_no_sleep() -> None:
+    """A worker whose every step takes a second still reaps what nobody renews."""
+    worker = Worker()
+    worker.run()
+    for _ in range(8):
+        worker.core.step(worker.now)
+        worker.now += 1
+        worker.core.tick(worker.now)
+
+    assert [reason for _, _, reason in worker.take().ended] == ["reaped"]
+
+
 @pytest.mark.parametrize("excuse", ["slept", "late tick", "reconnected"])
 def test_a_worker_that_slept_reaps_nobody(excuse: str) -> None:
     """What was missed while away is not held against a gateway."""
