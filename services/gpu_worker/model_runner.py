@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
@@ -24,37 +24,37 @@ _BOUND_MIN_MS = 5_000
 _BOUND_COLD_MS = 60_000  # before `warm_up` has measured
 
 
+class RunnerSettings(TypedDict):
+    """How to run a model; the fields of the worker's configuration that are the runner's."""
+
+    dtype: str  # "fp32", "bf16" or "auto", see `compute_dtype`
+    num_blocks: int | None  # of the KV pool; None = what fits kv_bytes_max
+    kv_bytes_max: int
+    max_model_len: int | None  # None = what the model was trained for, if the pool holds it
+    num_threads: int  # of the whole process
+
+
 def load_runner(
-    path: Path,
-    *,
-    dtype: str,
-    num_blocks: int | None,
-    kv_bytes_max: int,
-    max_model_len: int | None,
-    num_threads: int,
-    progress: Callable[[str], None],
+    path: Path, *, progress: Callable[[str], None], **settings: Unpack[RunnerSettings]
 ) -> "LlamaRunner":
     """Load the model at `path` (GGUF file or Hugging Face directory) and allocate its KV pool.
 
-    `dtype` is "fp32", "bf16" or "auto" (see `compute_dtype`). The pool has `num_blocks` blocks, or
-    what fits `kv_bytes_max`. Sets the threads of the whole process.
-
     Raises `ModelFileError` for the files, `ValueError` naming the setting that does not fit.
     """
-    torch.set_num_threads(num_threads)
-    kind = compute_dtype(dtype)
+    torch.set_num_threads(settings["num_threads"])
+    dtype = compute_dtype(settings["dtype"])
     progress("reading metadata")
     files = read_model(path)
-    progress(f"loading weights as {str(kind).removeprefix('torch.')}")
-    config, weights = load_llama(path, kind)
+    progress(f"loading weights as {str(dtype).removeprefix('torch.')}")
+    config, weights = load_llama(path, dtype)
+    num_blocks = settings["num_blocks"]
     if num_blocks is None:
-        num_blocks = kv_bytes_max // block_bytes(config, kind)
+        num_blocks = settings["kv_bytes_max"] // block_bytes(config, dtype)
     longest = min(config.context_length, num_blocks * BLOCK_SIZE)
     if longest < 1:
-        raise ValueError(f"kv_bytes_max: {kv_bytes_max} bytes hold no block of KV")
-    if max_model_len is None:
-        max_model_len = longest
-    if max_model_len > longest:
+        raise ValueError(f"kv_bytes_max: {settings['kv_bytes_max']} bytes hold no block of KV")
+    max_model_len = longest if settings["max_model_len"] is None else settings["max_model_len"]
+    if not 1 <= max_model_len <= longest:
         raise ValueError(
             f"max_model_len: {max_model_len}, but the model was trained for "
             f"{config.context_length} and the KV pool holds {num_blocks * BLOCK_SIZE} tokens"
