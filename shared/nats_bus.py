@@ -236,9 +236,9 @@ class NatsBus:
                 break
             except (OSError, Error) as error:
                 bus._client.abort()
-                if monotonic() > deadline:
-                    # NoServersError says less than the error that led to it.
-                    why = bus._last_error if isinstance(error, NoServersError) else error
+                # NoServersError says less than the error that led to it.
+                why = bus._last_error if isinstance(error, NoServersError) else str(error)
+                if monotonic() > deadline or "authorization" in why.lower():
                     raise Unavailable(f"NATS at {url}: {why}") from None
             await asyncio.sleep(RECONNECT_FIRST_S)
         bus._up = True
