@@ -11,8 +11,9 @@ from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from services.gateway.edge import Edge, Open
+from services.gateway.edge import Edge, Open, new_request_id
 from services.gateway.events import Delta, SessionEnd
 from services.gateway.openai.answer import Answer
 from services.gateway.openai.decode import decode
@@ -98,7 +99,7 @@ class BusEdge:
             self._edge.meter.cut("bad_reply")
             return
         if len(self._tasks) >= self._config.sessions_max:
-            frames = Frames(self._bus, delivery.reply, "", packed=False)
+            frames = Frames(self._bus, delivery.reply, new_request_id(), packed=False)
             frames.end(Overloaded("Too many requests are open here.", retry_after_s=1.0))
             return
         task = asyncio.get_running_loop().create_task(self._serve(delivery))
@@ -108,9 +109,10 @@ class BusEdge:
     async def _serve(self, delivery: Delivery) -> None:
         body = delivery.payload
         packed = body[:1] >= b"\x80"  # no JSON text begins so, every MessagePack map does
-        frames = Frames(self._bus, delivery.reply, "", packed)
+        request_id = new_request_id()
+        frames = Frames(self._bus, delivery.reply, request_id, packed)
         try:
-            checked, frames = self._check(body, delivery.reply, packed)
+            checked = self._check(body, request_id, packed)
             echoes = await self._edge.echoes(checked)
             with self._edge.open(checked) as asked:
                 await Delivering(asked, asked.answer(echoes), frames, self._bus).run()
@@ -120,12 +122,12 @@ class BusEdge:
             log.error("submission_failed", exc_info=error)
             frames.end(MeshError("The server had an error. It has been logged."))
 
-    def _check(self, body: bytes, inbox: str, packed: bool) -> tuple[Checked, Frames]:
+    def _check(self, body: bytes, request_id: str, packed: bool) -> Checked:
         edge = self._edge
         fields = decode(body, BusFields, packed)
         caller = edge.caller(edge.keys.tenant(fields.api_key), fields.timeout_ms)
-        checked = edge.check(fields.endpoint, body, caller, packed=packed, streams=True)
-        return checked, Frames(self._bus, inbox, caller.request_id, packed)
+        caller = replace(caller, request_id=request_id)
+        return edge.check(fields.endpoint, body, caller, packed=packed, streams=True)
 
 
 class Delivering:

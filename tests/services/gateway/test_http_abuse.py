@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -96,6 +97,19 @@ async def test_an_unannounced_oversize_body_is_refused() -> None:
         status, body = await answer(reader)
 
     assert (status, body["error"]["code"]) == (413, "payload_too_large")
+
+
+async def test_a_compressed_bomb_is_refused() -> None:
+    """The limit is on what a body unpacks to; a small compressed body is served."""
+    async with front(body_bytes_max=10_000) as edge:
+        headers = {"Content-Encoding": "gzip"}
+        bomb = gzip.compress(b" " * 10_000_000)
+        status, body, _ = await edge.post(PATH, bomb[:9_999], headers)
+        assert (status, body["error"]["code"]) == (413, "payload_too_large")
+        status, body, _ = await edge.post(PATH, b"no gzip", headers)
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        packed = gzip.compress(json.dumps(CHAT).encode())
+        assert (await edge.post(PATH, packed, headers))[0] == 200
 
 
 async def test_a_prompt_too_large_for_the_bus_is_a_413() -> None:
