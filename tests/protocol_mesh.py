@@ -22,18 +22,12 @@ from services.gpu_worker.simulated import SimulatedRunner
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.scheduler import SchedulerCore
 from shared import subjects
-from shared.core import Outbox
-from shared.ids import unpack_ids
-from shared.kv import block_hashes
 from shared.messages import (
     Beat,
     Died,
-    Generate,
     Message,
     ToDetokenizer,
     ToGateway,
-    Tokenized,
-    TokenizedPrompt,
     ToScheduler,
     ToTokenizer,
     ToWorker,
@@ -48,6 +42,7 @@ from tests.protocol_work import (
     WORDS,
     WORKER,
     Client,
+    FakeTokenizer,
     MoodyRunner,
 )
 
@@ -64,31 +59,6 @@ MAILBOX = {
     "detokenizer": ToDetokenizer,
 }
 BEAT_S = {"gpu_worker": 0.1, "detokenizer": 0.1}
-
-
-class FakeTokenizer:
-    """A tokenizer for prompts that are ids already; a function, as the real one is."""
-
-    def __init__(self, instance: str) -> None:
-        self.outbox = Outbox()
-        self.instance = instance
-
-    def receive(self, message: Any, _now: float) -> None:
-        if isinstance(message, Generate):
-            prompts = [
-                TokenizedPrompt(ids, b"".join(block_hashes(unpack_ids(ids), message.salt)))
-                for ids in message.ids or []
-            ]
-            tokenized = Tokenized(
-                request_id=message.request_id,
-                attempt=message.attempt,
-                tokenizer=self.instance,
-                prompts=prompts,
-            )
-            self.outbox.put(subjects.inbox(message.gateway), tokenized)
-
-    def tick(self, now: float) -> None:
-        """Nothing waits here."""
 
 
 @dataclass(eq=False)
@@ -129,6 +99,7 @@ class Mesh:
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.noise = Noise()
+        self.muted: set[tuple[str, str]] = set()  # (instance, role that does not hear it)
         self.clients: list[Client] = []
         self.sent = 0
         self.decoders = {r: msgspec.msgpack.Decoder(kind) for r, kind in MAILBOX.items()}
@@ -300,6 +271,12 @@ class Mesh:
                 self._tell(node, "reconnected")
                 self._flush(node)
 
+    def mute(self, node: Node, role: str, seconds: float) -> None:
+        """A partial partition: everybody of `role` hears nothing of `node` for a while."""
+        way = (node.instance, role)
+        self.muted.add(way)
+        self.after(seconds, lambda: self.muted.discard(way))
+
     def _tell(self, node: Node, what: str) -> None:
         hook = getattr(node.core, what, None)
         if hook is not None:
@@ -313,6 +290,8 @@ class Mesh:
         self.sent += 1
         payload = encode(message)
         for node in self.nodes:
+            if sender is not None and (sender.instance, node.role) in self.muted:
+                continue
             if node.alive and any(matches(pattern, subject) for pattern in node.patterns):
                 self._send(node, payload)
 
@@ -360,7 +339,7 @@ class Mesh:
     def calm(self) -> bool:
         """Every process is up, awake and connected, and the bus is quiet."""
         nodes = all(node.alive and not node.paused and not node.cut for node in self.nodes)
-        return nodes and self.noise == Noise()
+        return nodes and self.noise == Noise() and not self.muted
 
     def ended(self) -> bool:
         return all(client.end is not None for client in self.clients)

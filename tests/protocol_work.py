@@ -10,8 +10,20 @@ from services.gpu_worker.config import SimConfig, WorkerConfig
 from services.gpu_worker.runner import Sampled, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
-from shared.ids import pack_ids
-from shared.messages import End, StepDone, StepRecord, TextContext, TextDelta
+from shared import subjects
+from shared.core import Outbox
+from shared.ids import pack_ids, unpack_ids
+from shared.kv import block_hashes
+from shared.messages import (
+    End,
+    Generate,
+    StepDone,
+    StepRecord,
+    TextContext,
+    TextDelta,
+    Tokenized,
+    TokenizedPrompt,
+)
 from shared.model_files import Vocabulary
 from shared.sampling import SamplingParams, TextParams
 
@@ -28,6 +40,31 @@ SIM = SimConfig(
     num_blocks=NUM_BLOCKS, max_model_len=256, output_tokens_min=20, output_tokens_max=90
 )
 WORKER = WorkerConfig(engine="sim", max_legs=8, max_batched_tokens=48)
+
+
+class FakeTokenizer:
+    """A tokenizer for prompts that are ids already; a function, as the real one is."""
+
+    def __init__(self, instance: str) -> None:
+        self.outbox = Outbox()
+        self.instance = instance
+
+    def receive(self, message: Any, _now: float) -> None:
+        if isinstance(message, Generate):
+            prompts = [
+                TokenizedPrompt(ids, b"".join(block_hashes(unpack_ids(ids), message.salt)))
+                for ids in message.ids or []
+            ]
+            tokenized = Tokenized(
+                request_id=message.request_id,
+                attempt=message.attempt,
+                tokenizer=self.instance,
+                prompts=prompts,
+            )
+            self.outbox.put(subjects.inbox(message.gateway), tokenized)
+
+    def tick(self, now: float) -> None:
+        """Nothing waits here."""
 
 
 class MoodyRunner(SimulatedRunner):

@@ -105,6 +105,10 @@ def cut(role: str, *, noticed: bool) -> Fault:
     return lambda mesh, rng: mesh.cut(pick(mesh, role, rng), rng.uniform(0.1, 4.0), noticed=noticed)
 
 
+def mute(role: str, to: str) -> Fault:
+    return lambda mesh, rng: mesh.mute(pick(mesh, role, rng), to, rng.uniform(0.5, 4.0))
+
+
 def outage(mesh: Mesh, rng: random.Random) -> None:
     """The bus restarts: everybody is cut and learns of it; each comes back on its own."""
     for node in mesh.nodes:
@@ -155,6 +159,15 @@ FAULTS: dict[str, Fault] = {
     "gateway_stalled": stall("gateway", 4.0),
     "gateway_cut": cut("gateway", noticed=True),
     "gateway_unaware": cut("gateway", noticed=False),
+    "worker_unheard_by_schedulers": mute("gpu_worker", "scheduler"),
+    "worker_unheard_by_detokenizers": mute("gpu_worker", "detokenizer"),
+    "worker_unheard_by_gateways": mute("gpu_worker", "gateway"),
+    "detokenizer_unheard_by_schedulers": mute("detokenizer", "scheduler"),
+    "detokenizer_unheard_by_gateways": mute("detokenizer", "gateway"),
+    "gateway_unheard_by_workers": mute("gateway", "gpu_worker"),
+    "leader_unheard_by_schedulers": mute("leader", "scheduler"),
+    "leader_unheard_by_gateways": mute("leader", "gateway"),
+    "leader_unheard_by_workers": mute("leader", "gpu_worker"),
     "outage": outage,
     "noise": noise,
 }
@@ -236,6 +249,14 @@ class AnySchedule(RuleBasedStateMachine):
     )
     def cut(self, index: int, seconds: float, noticed: bool) -> None:
         self.mesh.cut(self.mesh.nodes[index], seconds, noticed=noticed)
+
+    @rule(
+        index=st.integers(0, 10),
+        role=st.sampled_from(["gateway", "scheduler", "gpu_worker", "detokenizer"]),
+        seconds=st.sampled_from([0.7, 1.5, 4.0]),
+    )
+    def mute(self, index: int, role: str, seconds: float) -> None:
+        self.mesh.mute(self.mesh.nodes[index], role, seconds)
 
     @rule(lose=st.sampled_from([0.0, 0.05]), disorder=st.sampled_from([0.0, 0.2]))
     def noise(self, lose: float, disorder: float) -> None:
