@@ -44,6 +44,8 @@ def test_what_can_never_run_is_refused_at_once(
     assert sent.ended == [(inbox("s-1"), 1, "failed")]
     assert sent.started == []
     worker.assert_empty()
+    worker.run(**changes)
+    assert worker.take().failed == [], "a duplicate is not answered again"
 
 
 def test_a_pool_smaller_than_the_context_is_the_limit() -> None:

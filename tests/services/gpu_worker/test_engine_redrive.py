@@ -99,6 +99,8 @@ def test_a_leg_that_just_finished_is_adopted() -> None:
     assert [(r.index, unpack_ids(r.ids), r.end) for r in sent.records] == [(9, ids[9:], "length")]
     assert sent.ended == [(inbox("s-1"), 2, "length")]
     assert worker.renew(2).state == "done"
+    worker.run(epoch=2, output_ids=ids[:9])
+    assert worker.take().started == [], "a duplicate of the adopting run is ignored"
     assert worker.steps() == 0
 
 
@@ -212,6 +214,16 @@ def test_cancel_ends_all_epochs_up_to_it_and_leaves_a_tombstone() -> None:
     assert worker.take().started == []
     worker.run(epoch=5)
     assert len(worker.take().started) == 1
+
+
+def test_a_cancelled_leg_that_had_finished_is_forgotten() -> None:
+    """Nobody will ask for its ids again."""
+    worker = Worker()
+    worker.run()
+    worker.steps()
+    worker.core.receive(Cancel(request_id="r", choice=0, epoch=1), worker.now)
+
+    assert worker.renew().state == "unknown"
 
 
 def test_a_cancel_that_comes_before_its_run_wins() -> None:
