@@ -91,7 +91,7 @@ jobs = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     work=st.lists(jobs, min_size=1, max_size=8),
     num_blocks=st.integers(8, 20),

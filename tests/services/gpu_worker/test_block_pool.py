@@ -78,7 +78,7 @@ class PoolMachine(RuleBasedStateMachine):
         return {block for table in self.tables for block in table}
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

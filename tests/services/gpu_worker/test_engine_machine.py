@@ -155,5 +155,5 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.core.load == self.core.waiting == 0
 
 
-CoreMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+CoreMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestCore = CoreMachine.TestCase
