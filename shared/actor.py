@@ -10,8 +10,8 @@ import datetime
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import msgspec
 import uvloop
@@ -22,19 +22,10 @@ from shared.clock import Clock, monotonic
 from shared.config import Launch, Status
 from shared.core import Core
 from shared.errors import Code, InvalidRequest, Unavailable
+from shared.legs import deadline_s, named_by
 from shared.log import Throttle, configure, log
 from shared.mailbox import Mailbox, Queued
-from shared.messages import (
-    Beat,
-    Detokenize,
-    Failed,
-    Generate,
-    Message,
-    Run,
-    StepDone,
-    Submit,
-    encode,
-)
+from shared.messages import Beat, Failed, Message, encode
 from shared.micro import Micro
 from shared.nats_bus import NatsBus
 
@@ -42,36 +33,6 @@ BATCH = 256  # messages handled before the loop gets its turn again
 LATE_S = 0.25  # later than this, the process slept and knows nothing of its peers
 STATUS_S = 0.25
 STOP_S = 5.0  # for `on_stop`; after that the process ends anyway
-
-
-class Named(NamedTuple):
-    """Whom to tell that a message could not be handled."""
-
-    gateway: str
-    request_id: str
-    choice: int
-    epoch: int
-
-
-def named_by(message: Any) -> Iterator[Named]:
-    """The legs that `message` is about, where it also names their gateway."""
-    match message:
-        case Generate() | Detokenize():
-            yield Named(message.gateway, message.request_id, -1, message.attempt)
-        case Submit():
-            yield Named(message.gateway, message.request_id, message.choice, message.epoch)
-        case Run():
-            yield from named_by(message.submit)
-        case StepDone():
-            for record in message.records:
-                yield Named(record.gateway, record.request_id, record.choice, record.epoch)
-
-
-def deadline_s(message: Any) -> float | None:
-    """What remained for `message` when it was sent; None = it carries no deadline."""
-    carrier = message.submit if isinstance(message, Run) else message
-    deadline_ms: int = getattr(carrier, "deadline_ms", 0)
-    return deadline_ms / 1000 if deadline_ms > 0 else None
 
 
 class Actor:

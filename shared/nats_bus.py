@@ -12,10 +12,8 @@ D4 so drain loses what was on its way        D8 one task per subscription awaits
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import random
-import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -28,11 +26,11 @@ from nats.errors import Error, NoServersError
 from shared import metrics
 from shared.bus import Delivery, Handler
 from shared.clock import monotonic
-from shared.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from shared.errors import DeadlineExceeded, Unavailable
 from shared.log import Throttle, log
+from shared.publish import publish_command
 
 MAX_PENDING = 32 * 1024 * 1024  # bytes not yet given to the kernel: four of the largest messages
-MAX_SUBJECT = 1024  # with the reply; the server closes the connection for a line over 4096
 INBOX = "_MESH_INBOX"  # private replies; `_INBOX.>` is what outsiders hear (ADR 2)
 PING_S = 1.0  # a silent server is given up after PINGS_OUT + 1 of these
 PINGS_OUT = 2
@@ -40,30 +38,6 @@ RECONNECT_FIRST_S = 0.02
 RECONNECT_MAX_S = 1.0
 WATCHDOG_S = 1.0
 CLOSE_S = 3.0
-
-_SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*", re.ASCII)
-
-
-@functools.lru_cache(maxsize=4096)
-def _encoded_subject(subject: str) -> bytes:
-    """The bytes of a subject to publish on; raises `InvalidRequest`."""
-    if not _SUBJECT.fullmatch(subject) or not subject.isascii():
-        raise InvalidRequest(f"{subject[:80]!r} is not a subject", param="subject")
-    return subject.encode()
-
-
-def publish_command(subject: str, payload: bytes, reply: str, max_payload: int) -> bytes:
-    """The protocol line and payload; raises `InvalidRequest` for what the server would answer by
-    closing the connection for good (D7). We send no headers, so the payload is all that counts.
-    """
-    if len(payload) > max_payload:
-        raise InvalidRequest(f"{len(payload)} bytes are over the bus's limit of {max_payload}")
-    if len(subject) + len(reply) > MAX_SUBJECT:
-        raise InvalidRequest(f"subject and reply are over {MAX_SUBJECT} bytes", param="subject")
-    to = _encoded_subject(subject)
-    if reply:
-        to = b"%b %b" % (to, _encoded_subject(reply))
-    return b"PUB %b %d\r\n%b\r\n" % (to, len(payload), payload)
 
 
 class _AbortTransport(TcpTransport):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from shared.actor import Actor
 from shared.bus import Delivery, Handler
 from shared.errors import DeadlineExceeded, Unavailable
-from shared.nats_bus import publish_command
+from shared.publish import publish_command
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 MAX_PENDING = 32 * 1024 * 1024
