@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 from deploy import control
 from deploy.errors import ClusterError
@@ -52,21 +54,36 @@ def detached(run_dir: RunDir, arguments: list[str]) -> Ready:
 def down(run_dir: RunDir) -> bool:
     """Stop the cluster of `run_dir` and sweep what a killed one left; False = none was up."""
     was_up = True
-    patience_s = END_S
     try:
-        patience_s += control.status(run_dir.path).drain_s
-        control.ask(run_dir.path, "down")
+        status = control.status(run_dir.path)
+        with _watching(status.supervisor_pid) as ended:
+            control.ask(run_dir.path, "down")
+            ended(END_S + status.drain_s)
     except control.NotUp:
         was_up = False
     except control.Unresponsive as error:
-        _kill(error.pid)  # its children die with it
-    if not run_dir.is_free(patience_s):
+        if error.pid:
+            with _watching(error.pid) as ended, contextlib.suppress(ProcessLookupError):
+                os.kill(error.pid, signal.SIGKILL)  # its children die with it
+                ended(END_S)
+    if not run_dir.is_free(END_S):
         raise ClusterError(f"The supervisor of {run_dir.path} does not end; see {run_dir.logs}.")
     run_dir.sweep()
     return was_up
 
 
-def _kill(pid: int) -> None:
-    if pid:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+@contextlib.contextmanager
+def _watching(pid: int) -> Iterator[Callable[[float], None]]:
+    """Yields how to wait, at most so many seconds, for the end of the process that is `pid` now."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise control.NotUp(f"Process {pid} has ended.") from error
+    try:
+        yield lambda seconds: _wait(pidfd, seconds)
+    finally:
+        os.close(pidfd)
+
+
+def _wait(pidfd: int, seconds: float) -> None:
+    select.select([pidfd], [], [], seconds)
