@@ -51,18 +51,19 @@ class ChatTemplate:
         messages = [_plain(message, n) for n, message in enumerate(chat.messages)]
         if not messages:
             raise InvalidRequest("messages is empty", param="messages")
-        shield = Shield(control, [messages, chat.tools, chat.template_kwargs, self._source])
-        hidden = shield.messages(messages)
+        try:
+            shield = Shield(control, [messages, chat.tools, chat.template_kwargs, self._source])
+            hidden = shield.messages(messages)
+            values = shield.data(chat.template_kwargs) | {"tools": shield.data(chat.tools)}
+        except RecursionError as error:
+            raise InvalidRequest("messages: nested too deeply", param="messages") from error
         if chat.continue_final_message:
             hidden[-1]["content"] += shield.mark
-        values = {
-            **self._names,
-            **shield.data(chat.template_kwargs),
-            "messages": hidden,
-            "tools": shield.data(chat.tools),
-            "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
-        }
-        text = self._run(values)
+        values["messages"] = hidden
+        values["add_generation_prompt"] = (
+            chat.add_generation_prompt and not chat.continue_final_message
+        )
+        text = self._run(self._names | values)
         if chat.continue_final_message:
             text, mark, _ = text.rpartition(shield.mark)
             if not mark:

@@ -140,6 +140,15 @@ def test_bad_messages_are_named(message: Any, param: str) -> None:
     assert caught.value.param == param
 
 
+def test_deep_nesting_is_refused() -> None:
+    """Nesting deeper than Python follows is the client's error, not ours."""
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        render(PLAIN, user("x"), tools=[{"parameters": deep}])
+
+
 def test_no_messages_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         render(PLAIN)
