@@ -86,6 +86,7 @@ class Cluster:
             coming_up.cancel()
             await self._go_down()
             watch.cancel()
+            stopping.cancel()
             door.close()
             await asyncio.gather(coming_up, watch, stopping, return_exceptions=True)
 

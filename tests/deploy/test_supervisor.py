@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,11 @@ def shoal(run_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def up(run_dir: Path, *options: str, port: str = "0") -> subprocess.CompletedProcess[str]:
-    return shoal(run_dir, "up", "--port", port, "--no-sample", *options, *NO_SERVICES)
+def up(
+    run_dir: Path, *options: str, port: str = "0", services: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    none_but = [*NO_SERVICES, *services]
+    return shoal(run_dir, "up", "--port", port, "--no-sample", *options, *none_but)
 
 
 def said(run_dir: Path) -> dict[str, Any]:
@@ -214,6 +217,17 @@ def test_a_taken_port_is_one_sentence(run_dir: Path) -> None:
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
     assert f"Port {port} of 127.0.0.1 is taken" in refused.stderr
+
+
+async def test_a_service_that_cannot_run_ends_up(run_dir: Path) -> None:
+    """The mesh that cannot come up says which process and why, and leaves nothing."""
+    refused = up(run_dir, "gateway.no_such_key=1", services=["gateway.replicas=1"])
+
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert "gateway-0" in refused.stderr
+    assert "no_such_key" in refused.stderr
+    await gone(run_dir)
 
 
 @pytest.mark.parametrize("verb", ["status", "chat", "kill"])
