@@ -129,6 +129,15 @@ def leader_and_worker(mesh: Mesh, rng: random.Random) -> None:
     kill("gpu_worker", announced=True)(mesh, rng)
 
 
+def there_and_back(mesh: Mesh, rng: random.Random) -> None:
+    """Legs leave a worker that goes on with them, as its Cancel is lost, and soon come back."""
+    first, second = rng.sample(mesh.of("gpu_worker"), 2)
+    mesh.mute(first, "scheduler", 1.2)
+    for gateway in mesh.of("gateway"):
+        mesh.mute(gateway, "gpu_worker", 2.9)
+    mesh.after(rng.uniform(1.5, 2.0), lambda: mesh.crash(second, announced=True))
+
+
 def pick(mesh: Mesh, role: str, rng: random.Random) -> Node:
     if role == "leader":
         return next(
@@ -168,6 +177,7 @@ FAULTS: dict[str, Fault] = {
     "leader_unheard_by_schedulers": mute("leader", "scheduler"),
     "leader_unheard_by_gateways": mute("leader", "gateway"),
     "leader_unheard_by_workers": mute("leader", "gpu_worker"),
+    "there_and_back": there_and_back,
     "outage": outage,
     "noise": noise,
 }

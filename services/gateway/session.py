@@ -120,6 +120,8 @@ class Leg:
             if self.fruitless:
                 wait = min(BACKOFF_S * 2 ** min(self.fruitless - 1, 5), BACKOFF_MAX_S)
             self.fruitless += 1
+        if cause == "failed":  # not there again
+            self.worker = self.last_worker = ""
         self.state = "pending"
         self.due = now + wait + jitter_s
         if cause != "resend":
@@ -320,12 +322,13 @@ class Session:
             self._cached_seen.add(leg.choice)
             self.cached_tokens += num_cached_tokens
 
-    def deliver(self, record: TextRecord) -> None:
+    def deliver(self, leg: Leg, record: TextRecord) -> None:
+        """Hand on what `leg` has just taken."""
         self._emit(
             Delta(
                 choice=record.choice,
                 index=record.index,
-                ids=unpack_ids(record.ids),
+                ids=leg.output_ids[record.index :],
                 text=record.text,
                 finish_reason=record.finish_reason,
                 stop_reason=record.stop_reason,

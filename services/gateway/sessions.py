@@ -283,7 +283,7 @@ class SessionTable:
         if verdict == "gap":
             self._redrive(session, leg, "gap", now)
             return
-        session.deliver(record)
+        session.deliver(leg, record)
         if leg.state == "ended":
             self._redrives.forget(leg)
             self._end_if_finished(session)

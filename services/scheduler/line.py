@@ -13,22 +13,24 @@ Run = Callable[[Entry, Peer, Peer, float], None]
 
 
 class Line:
-    """The queue, and beside it the legs that must run alone, which hold up nobody else."""
+    """The queue, and apart from it the legs that must hold up nobody else: those that must run
+    alone, and those that only a worker that is away can hold.
+    """
 
     def __init__(self, peers: Peers, config: SchedulerConfig, run: Run) -> None:
         self._peers = peers
         self._config = config
         self._run = run
         self._queue = FairQueue[Entry](config.aging_s, config.tenant_weights)
-        self._alone: dict[Key, Entry] = {}
+        self._apart: dict[Key, Entry] = {}
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._alone)
+        return len(self._queue) + len(self._apart)
 
     def add(self, entry: Entry, preferred: str, now: float) -> None:
         """Place `entry` at `preferred` at once if that can be, else let it wait."""
         if entry.submit.alone:
-            self._alone[entry.key] = entry
+            self._apart[entry.key] = entry
         elif not self._run_again(entry, preferred, now):
             self._queue.add(entry)
 
@@ -36,8 +38,8 @@ class Line:
         """A waiting leg leaves; a placed one is not here."""
         if entry.worker:
             return
-        if self._alone.get(entry.key) is entry:
-            del self._alone[entry.key]
+        if self._apart.get(entry.key) is entry:
+            del self._apart[entry.key]
         else:
             self._queue.remove(entry)
 
@@ -46,33 +48,46 @@ class Line:
         if not len(self):
             return
         steps = self._config.prefill_steps
-        self._place_alone(now)
+        self._place_apart(now)
         kept_free = self._kept_free()
         workers = [worker for worker in self._peers.workers.values() if worker is not kept_free]
         for _ in range(self._config.runs_per_turn):
             first = self._queue.first(now)
-            worker = choose_worker(workers, first.need, steps) if first is not None else None
             detokenizer = choose_detokenizer(self._peers.detokenizers.values())
-            if first is None or worker is None or detokenizer is None:
+            if first is None or detokenizer is None:
                 return
-            self._queue.charge(first)
-            self._run(first, worker, detokenizer, now)
+            worker = choose_worker(workers, first.need, steps)
+            if worker is not None:
+                self._queue.charge(first)
+                self._run(first, worker, detokenizer, now)
+            elif self._too_long(first):
+                self._queue.remove(first)
+                self._apart[first.key] = first
+            else:
+                return
 
-    def _place_alone(self, now: float) -> None:
-        for entry in list(self._alone.values()):
-            workers, steps = self._peers.workers.values(), self._config.prefill_steps
-            worker = choose_worker(workers, entry.need, steps, alone=True)
+    def _place_apart(self, now: float) -> None:
+        steps = self._config.prefill_steps
+        for entry in list(self._apart.values()):
+            alone = entry.submit.alone
+            worker = choose_worker(self._peers.workers.values(), entry.need, steps, alone=alone)
             detokenizer = choose_detokenizer(self._peers.detokenizers.values())
             if worker is None or detokenizer is None:
-                return
-            del self._alone[entry.key]
-            worker.alone, worker.alone_at = entry.key, now
+                continue
+            del self._apart[entry.key]
+            if alone:
+                worker.alone, worker.alone_at = entry.key, now
             self._run(entry, worker, detokenizer, now)
+
+    def _too_long(self, entry: Entry) -> bool:
+        """Whether no worker that is here could ever hold the leg."""
+        here = [worker.beat for worker in self._peers.workers.values() if worker.beat.ready]
+        return bool(here) and entry.need.tokens_max > max(beat.max_model_len for beat in here)
 
     def _kept_free(self) -> Peer | None:
         """The worker that takes no new legs until it is empty, for a leg that must run alone."""
         ready = [worker for worker in self._peers.workers.values() if worker.placeable]
-        if not self._alone or not ready:
+        if not ready or not any(entry.submit.alone for entry in self._apart.values()):
             return None
         return min(ready, key=lambda worker: (worker.num_legs, worker.instance))
 

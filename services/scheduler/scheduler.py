@@ -205,6 +205,8 @@ class SchedulerCore:
 
     def _refusal(self, submit: Submit, now: float) -> MeshError | None:
         """Why a leg that is new here is not taken. A re-drive is never shed."""
+        if is_redrive(submit):
+            return None
         need = need_of(submit)
         workers = [worker.beat for worker in self.peers.workers.values() if worker.beat.ready]
         longest = max((beat.max_model_len for beat in workers), default=need.tokens_max)
@@ -213,8 +215,6 @@ class SchedulerCore:
                 f"the request needs {need.tokens_max} tokens; the largest worker holds {longest}.",
                 param="max_tokens",
             )
-        if is_redrive(submit):
-            return None
         if self.num_queued >= self._config.queued_legs_max:
             wait_s = self.num_queued / max(self._placed_per_s, 1.0)
             return Overloaded(

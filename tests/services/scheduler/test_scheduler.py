@@ -233,6 +233,15 @@ def test_what_can_never_fit_is_refused_at_once(rig: Rig) -> None:
     assert failed.code == "context_length_exceeded"
 
 
+def test_a_redrive_too_long_for_who_is_left_waits_and_holds_up_nobody(rig: Rig) -> None:
+    """Its own worker may come back; a stream in mid-sentence is not told that it never fitted."""
+    rig.submit("long", epoch=2, sampling=SamplingParams(max_tokens=300))
+    rig.submit("short")
+    assert [m.submit.request_id for _, m in rig.sent(Run)] == ["short"]
+    rig.beat("w2", max_model_len=512)
+    assert [(to, m.submit.request_id) for to, m in rig.sent(Run)] == [("w2", "long")]
+
+
 def test_a_pool_without_workers_waits_a_while_and_then_says_so() -> None:
     """A restart of the only worker is waited for; a pool that stays empty is unavailable."""
     rig = Rig(no_worker_s=3.0).lead("d0")
