@@ -12,6 +12,7 @@ from deploy.config import ClusterConfig, load
 from deploy.errors import ClusterError
 from deploy.run_dir import RunDir
 from shared.config import ConfigError, read_launch
+from shared.gguf_file import ModelFileError
 
 DEFAULT_RUN_DIR = Path(".run/default")
 ENGINES = {"real": "model", "sim": "sim"}
@@ -171,7 +172,7 @@ def main() -> None:
     args.given = given[given.index(args.command) + 1 :]
     try:
         sys.exit(args.function(args))
-    except ConfigError as error:
+    except (ConfigError, ModelFileError) as error:  # starting it again would not help
         sys.stderr.write(f"{error}\n")
         sys.exit(EX_CONFIG)
     except ClusterError as error:
