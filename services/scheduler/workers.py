@@ -29,7 +29,9 @@ class Peer:
 
     beat: Beat
     hung: bool = False
-    sent: deque[Sent] = field(default_factory=deque)
+    sent: dict[Key, Sent] = field(default_factory=dict)  # oldest first
+    sent_tokens: int = 0
+    sent_blocks: int = 0
     ended: int = 0  # legs that ended since the last beat
     alone: Key | None = None  # runs this leg and nothing else
     alone_at: float = 0.0
@@ -50,18 +52,18 @@ class Peer:
     @property
     def prefill_tokens(self) -> int:
         """Prompt ids there that wait to be computed."""
-        return self.beat.prefill_tokens_waiting + sum(sent.tokens for sent in self.sent)
+        return self.beat.prefill_tokens_waiting + self.sent_tokens
 
     @property
     def free_blocks(self) -> int:
-        return self.beat.free_blocks - sum(sent.blocks for sent in self.sent)
+        return self.beat.free_blocks - self.sent_blocks
 
     def hear(self, beat: Beat, now: float) -> None:
         stepped = beat.step != self.beat.step
         self.beat = beat
         self.ended = 0
-        while self.sent and self.sent[0].at <= now - SETTLE_S:
-            self.sent.popleft()
+        while self.sent and next(iter(self.sent.values())).at <= now - SETTLE_S:
+            self._shown(next(iter(self.sent)))
         if self.hung and (stepped or not overdue(beat)):
             self.hung = False
         if self.alone is not None and not self.num_legs and now - self.alone_at > 1.0:
@@ -69,17 +71,26 @@ class Peer:
 
     def send(self, sent: Sent) -> None:
         """A leg is on its way there."""
-        self.sent.append(sent)
+        self._shown(sent.key)
+        self.sent[sent.key] = sent
+        self.sent_tokens += sent.tokens
+        self.sent_blocks += sent.blocks
 
     def end(self, key: Key) -> None:
         """A leg has left."""
         if self.alone == key:
             self.alone = None
-        for sent in self.sent:
-            if sent.key == key:
-                self.sent.remove(sent)
-                return
-        self.ended += 1
+        if not self._shown(key):
+            self.ended += 1
+
+    def _shown(self, key: Key) -> bool:
+        """Count a leg that was on its way no more; False if none was."""
+        sent = self.sent.pop(key, None)
+        if sent is None:
+            return False
+        self.sent_tokens -= sent.tokens
+        self.sent_blocks -= sent.blocks
+        return True
 
 
 def overdue(beat: Beat) -> bool:
