@@ -153,6 +153,7 @@ class LlamaRunner:
 
     def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
         """See `ModelRunner`."""
+        assert batch
         results: list[Sampled | None] = [None] * len(batch)
         groups = _grouped(batch)
         pieces = [piece for group in groups for piece in group]

@@ -185,7 +185,7 @@ def test_a_leg_in_fp32_is_bitwise_the_same_however_it_is_batched(runner, ids):
 
     def alone(prompt, **params):
         legs = Legs(runner)
-        return legs.run({legs.add(prompt, **params): 1000}, 6)[0]
+        return legs.run({legs.add(prompt, **params): 1000}, 4)[0]
 
     prompts = {"long": long, "short": short, "tiny": tiny}
     params = {"long": {}, "short": {"temperature": 0.8, "seed": 11}, "tiny": {"logprobs": 20}}
@@ -193,7 +193,7 @@ def test_a_leg_in_fp32_is_bitwise_the_same_however_it_is_batched(runner, ids):
     for budgets in ((1000, 1000, 1000), (QUERY_TILE + 1, 17, 1), (50, 7, 1)):
         legs = Legs(runner)
         added = [legs.add(prompts[name], **params[name]) for name in prompts]
-        results = legs.run(dict(zip(added, budgets, strict=True)), 6)
+        results = legs.run(dict(zip(added, budgets, strict=True)), 4)
         assert dict(zip(prompts, results, strict=True)) == expected, budgets
 
 
