@@ -51,6 +51,7 @@ TICK_S = 0.05
 STEP_S = 0.025
 RESTART_S = 1.5  # from a crash to the next instance
 HOP_S = 0.0004
+PHASE_BOUND_MS = 1000
 MAILBOX = {
     "gateway": ToGateway,
     "tokenizer": ToTokenizer,
@@ -73,6 +74,7 @@ class Node:
     starts: int = 0
     alive: bool = False
     paused: bool = False
+    hung_at: float | None = None  # paused, but its I/O process beats on
     cut: bool = False
     noticed: bool = False  # the client library knows that it is cut
     beats: int = 0
@@ -147,6 +149,7 @@ class Mesh:
         node.instance = f"{node.name}-{node.starts}"
         node.core = self._make(node)
         node.alive, node.paused, node.cut, node.kept = True, False, False, []
+        node.hung_at = None
         node.patterns = [subjects.inbox(node.instance), subjects.everyone(node.role)]
         if node.role in ("gateway", "scheduler", "gpu_worker"):
             node.patterns.append(subjects.beacon(POOL))
@@ -184,7 +187,7 @@ class Mesh:
     ) -> None:
         def again() -> None:
             if node.instance == instance and node.alive:
-                if not node.paused:
+                if not node.paused or (node.hung_at is not None and action == self._beat):
                     action(node)
                 self.after(period, again)
 
@@ -216,6 +219,9 @@ class Mesh:
                 free_blocks=core.free_blocks,
                 total_blocks=NUM_BLOCKS,
                 block_size=core.spec.block_size,
+                phase="decode",
+                phase_age_ms=0 if node.hung_at is None else int(1000 * (self.now - node.hung_at)),
+                phase_bound_ms=PHASE_BOUND_MS,
                 max_legs=WORKER.max_legs,
                 max_model_len=core.max_model_len,
                 prefill_tokens_waiting=core.prefill_tokens_waiting,
@@ -244,10 +250,16 @@ class Mesh:
         instance = node.instance
         self.after(seconds, lambda: self._resume(node) if node.instance == instance else None)
 
+    def hang(self, node: Node, seconds: float) -> None:
+        """The engine stands still in a step, while its I/O process says so."""
+        if node.alive and not node.paused:
+            self.pause(node, seconds)
+            node.hung_at = self.now
+
     def _resume(self, node: Node) -> None:
         if not node.alive or not node.paused:
             return
-        node.paused = False
+        node.paused, node.hung_at = False, None
         self._tell(node, "slept")
         kept, node.kept = node.kept, []
         for payload in kept:

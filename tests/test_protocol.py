@@ -152,6 +152,9 @@ FAULTS: dict[str, Fault] = {
     "worker_killed": kill("gpu_worker", announced=True),
     "worker_vanished": kill("gpu_worker", announced=False),
     "worker_stalled": stall("gpu_worker", 8.0),
+    "worker_hung": lambda mesh, rng: mesh.hang(
+        pick(mesh, "gpu_worker", rng), rng.uniform(0.5, 8.0)
+    ),
     "worker_cut": cut("gpu_worker", noticed=True),
     "worker_unaware": cut("gpu_worker", noticed=False),
     "detokenizer_killed": kill("detokenizer", announced=True),
@@ -251,6 +254,10 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(index=st.integers(0, 10), seconds=st.sampled_from([0.2, 0.7, 1.5, 4.0, 7.0]))
     def stall(self, index: int, seconds: float) -> None:
         self.mesh.pause(self.mesh.nodes[index], seconds)
+
+    @rule(index=st.integers(0, 2), seconds=st.sampled_from([0.7, 1.5, 4.0]))
+    def hang(self, index: int, seconds: float) -> None:
+        self.mesh.hang(self.mesh.of("gpu_worker")[index], seconds)
 
     @rule(
         index=st.integers(0, 10),
