@@ -14,7 +14,7 @@ class Proxy:
         self._target = (parts.hostname, parts.port)
         self.sent = bytearray()
         self.received = bytearray()
-        self.connections = 0
+        self.dribble = False  # forward what clients send line by line, 5 ms apart
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -29,8 +29,6 @@ class Proxy:
         assert self._server is not None
         self._server.close()
         self.cut()
-        for task in self._tasks:
-            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def cut(self) -> None:
@@ -42,7 +40,6 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
-        self.connections += 1
         self._writers.add(writer)
         with contextlib.suppress(OSError):
             upstream, onward = await asyncio.open_connection(*self._target)
@@ -57,6 +54,9 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
                 seen += data
-                writer.write(data)
-                await writer.drain()
+                slow = self.dribble and seen is self.sent
+                for part in data.splitlines(keepends=True) if slow else [data]:
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0.005 if slow else 0)
         writer.close()
