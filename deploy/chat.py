@@ -10,7 +10,7 @@ from typing import Any
 from deploy.errors import ClusterError
 
 TIMEOUT_S = 120.0  # between two chunks; the gateway pings far more often
-SAMPLE = "In one sentence: why do fish swim in shoals?"
+SAMPLE = "Why is the sky blue? Answer in one sentence."
 SAMPLE_TOKENS = 64
 SAMPLE_S = 60.0
 
@@ -20,20 +20,21 @@ Messages = list[dict[str, str]]
 def sample(host: str, port: int, model: str) -> Iterator[str]:
     """The answer to a fixed question, short and soon, for a first look."""
     question = [{"role": "user", "content": SAMPLE}]
-    return stream(host, port, model, question, max_tokens=SAMPLE_TOKENS, timeout_s=SAMPLE_S)
+    return stream(
+        host, port, model, question, max_tokens=SAMPLE_TOKENS, temperature=0, timeout_s=SAMPLE_S
+    )
 
 
 def stream(host: str, port: int, model: str, messages: Messages, **limits: float) -> Iterator[str]:
     """The pieces of one answer, as they come; raises `ClusterError`.
 
-    `limits`: `max_tokens`, `timeout_s` of the whole answer.
+    `limits`: `max_tokens`, `temperature`, `timeout_s` of the whole answer.
     """
     body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
     headers = {"Content-Type": "application/json", "Authorization": "Bearer none"}
-    if "max_tokens" in limits:
-        body["max_tokens"] = limits["max_tokens"]
     if "timeout_s" in limits:
-        headers["X-Request-Timeout-Ms"] = str(int(limits["timeout_s"] * 1000))
+        headers["X-Request-Timeout-Ms"] = str(int(limits.pop("timeout_s") * 1000))
+    body |= limits
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     with contextlib.closing(connection):
         try:

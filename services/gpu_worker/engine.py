@@ -215,8 +215,8 @@ def _simulated(launch: EngineLaunch) -> SimulatedRunner:
 
 
 def _default_threads() -> int:
-    """What the supervisor shared out among the workers of this host, else every CPU."""
-    return int(os.environ.get("OMP_NUM_THREADS", "0")) or len(os.sched_getaffinity(0))
+    """What the supervisor shared out among the workers of this host, else all CPUs but one."""
+    return int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _die_with(parent_pid: int) -> None:

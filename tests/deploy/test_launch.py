@@ -71,12 +71,12 @@ def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) ->
 
 
 def test_only_engines_compute_with_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs are shared among the engines; what the user sets wins."""
+    """The engines share all CPUs but one; what the user sets wins."""
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     cpus = len(os.sched_getaffinity(0))
 
-    assert environment("gpu_worker", 1)["OMP_NUM_THREADS"] == str(cpus)
+    assert environment("gpu_worker", 1)["OMP_NUM_THREADS"] == str(max(1, cpus - 1))
     assert environment("gpu_worker", 1)["OMP_WAIT_POLICY"] == "PASSIVE"
     assert environment("gpu_worker", 10 * cpus)["OMP_NUM_THREADS"] == "1"
     assert environment("tokenizer", 1)["OMP_NUM_THREADS"] == "1"

@@ -1,6 +1,7 @@
 """A whole cluster of its own for a test: free port, private run directory, gone afterwards."""
 
 import asyncio
+import io
 import json
 import os
 import subprocess
@@ -89,7 +90,7 @@ class Mesh:
             aiohttp.ClientSession() as session,
             session.post(
                 self.base_url + path,
-                data=body,
+                data=io.BytesIO(body),
                 headers={"Content-Type": "application/json", **(headers or {})},
             ) as answer,
         ):
@@ -134,14 +135,19 @@ class Mesh:
         except TimeoutError:
             raise AssertionError(f"not quiet after {within_s} s: {seen}") from None
 
-    async def all_ready(self, within_s: float = 60.0) -> None:
-        """Wait until every process of the cluster is ready."""
-        async with asyncio.timeout(within_s):
-            while True:
-                states = {p["name"]: p["state"] for p in await asyncio.to_thread(self.processes)}
-                if set(states.values()) <= {"ready", "running"}:
-                    return
-                await asyncio.sleep(0.1)
+    async def all_ready(self, restarts: int, within_s: float = 60.0) -> None:
+        """Wait until `restarts` restarts were seen in all and every process is ready."""
+        processes: list[dict[str, Any]] = []
+        try:
+            async with asyncio.timeout(within_s):
+                while True:
+                    processes = await asyncio.to_thread(self.processes)
+                    ready = all(process["state"] == "ready" for process in processes)
+                    if ready and sum(process["restarts"] for process in processes) == restarts:
+                        return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not ready after {within_s} s: {processes}") from None
 
     def __enter__(self) -> "Mesh":
         self.start()

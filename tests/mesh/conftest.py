@@ -10,8 +10,11 @@ from tests.mesh.cluster import Mesh
 
 @pytest.fixture(scope="session")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """The default cluster on the real model."""
-    with Mesh(tmp_path_factory.mktemp("real"), "gateway.header_timeout_s=2") as running:
+    """The default cluster on the real model, in the precision whose texts do not depend on who
+    shares a batch.
+    """
+    options = ("gpu_worker.dtype=fp32", "gateway.header_timeout_s=2", "gateway.body_timeout_s=2")
+    with Mesh(tmp_path_factory.mktemp("real"), *options) as running:
         yield running
 
 

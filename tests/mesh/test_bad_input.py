@@ -25,7 +25,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_to
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"49152": 1}}, "logit_bias"),
-        ({"max_tokens": 9000}, "max_tokens"),
+        ({"max_tokens": 9000}, "messages"),
     ],
 )
 async def test_a_wrong_field_is_named(mesh: Mesh, change: dict[str, Any], param: str) -> None:

@@ -34,9 +34,7 @@ async def test_an_outsider_submits_json_and_reads_the_stream(mesh: Mesh) -> None
     read: list[dict[str, Any]] = []
     while not read or read[-1]["event"] not in ("done", "error"):
         message = await frames.next_msg(timeout=60)
-        if message.reply:
-            await client.publish(message.reply, b"")  # the liveness probe
-        if message.data:
+        if message.data:  # else the liveness probe, which nobody need answer
             read.append(json.loads(message.data))
     await client.close()
 
