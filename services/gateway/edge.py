@@ -52,6 +52,7 @@ class Parts:
     view: MeshView
     clock: Clock
     flush: Callable[[], None]
+    stats: Callable[[], dict[str, int]]
     connected: Callable[[], bool]
 
 
@@ -301,6 +302,7 @@ class Edge:
         blocks = (view.blocks_free, view.blocks_total)
         self.meter.mesh(view.running, view.waiting, blocks, view.workers)
         self.meter.sessions(table.num_sessions, table.num_legs, table.redrives)
+        self.meter.process(self.parts.stats())
 
 
 def wire_bytes(spec: SessionSpec) -> int:

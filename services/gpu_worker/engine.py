@@ -167,6 +167,7 @@ class Engine:
     def _count(self) -> None:
         core = self._core
         self._page.update(
+            counters=msgspec.json.encode(core.stats()),
             step=core.num_steps,
             load=core.load,
             waiting=core.waiting,

@@ -98,6 +98,14 @@ class EngineCore:
     def prefill_tokens_waiting(self) -> int:
         return self.batcher.num_prefill_tokens
 
+    def stats(self) -> dict[str, int]:
+        """What was counted since the start."""
+        return {
+            **self.counters,
+            "steps": self.num_steps,
+            "preemptions": self.batcher.num_preemptions,
+        }
+
     # --- messages ---
 
     def receive(self, message: ToWorker, now: float) -> None:

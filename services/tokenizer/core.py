@@ -1,5 +1,6 @@
 """The tokenizer's mailbox: a question in, its answer out. The same question, the same answer."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ class TokenizerCore:
 
     def __init__(self, instance: str, files: ModelFiles, config: Config = DEFAULTS) -> None:
         self.outbox = Outbox()
+        self.counters: Counter[str] = Counter()  # answered, failed_<code>
         self._instance = instance
         self._files = files
         self._config = config
@@ -53,8 +55,9 @@ class TokenizerCore:
 
     def _answered(self, question: Asked, answer: Callable[[Asked], Message]) -> Message:
         try:
-            return answer(question)
+            message = answer(question)
         except MeshError as error:
+            self.counters[f"failed_{error.code}"] += 1
             return Failed(
                 request_id=question.request_id,
                 choice=-1,
@@ -63,6 +66,8 @@ class TokenizerCore:
                 detail=error.detail,
                 param=error.param,
             )
+        self.counters["answered"] += 1
+        return message
 
     def _tokenized(self, question: Generate) -> Tokenized:
         return Tokenized(
