@@ -17,6 +17,7 @@ from shared.kv import HASH_SIZE
 from shared.log import log
 from shared.messages import (
     Beacon,
+    BlocksFound,
     Cancel,
     End,
     EndedLeg,
@@ -109,7 +110,7 @@ class EngineCore:
     # --- messages ---
 
     def receive(self, message: ToWorker, now: float) -> None:
-        """Take one message; beats and answers of L2 mean nothing to the engine yet."""
+        """Take one message."""
         match message:
             case Run():
                 self._run(message, now)
@@ -120,8 +121,8 @@ class EngineCore:
                 self._reports.renewed(message.gateway, answers)
             case Beacon():
                 self.term = max(self.term, message.term)
-            case _:
-                pass
+            case BlocksFound():
+                self.counters["blocks_found_unasked"] += 1  # the engine does not ask L2 yet
         self._reports.flush(self.num_steps)
 
     def _run(self, run: Run, now: float) -> None:
