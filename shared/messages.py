@@ -163,7 +163,9 @@ class Run(Message, frozen=True, kw_only=True):
 
 
 class Started(Leg, frozen=True, kw_only=True):
-    """worker -> gateway: this epoch is mine now (counts as `Accepted`). A duplicate is dropped."""
+    """worker -> gateway: this epoch is mine now (counts as `Accepted`). A duplicate changes
+    nothing.
+    """
 
     worker: str
     detokenizer: str
@@ -232,8 +234,8 @@ class EndedLeg(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """worker -> scheduler, with the step that ended them. Lost = beats correct the load. A duplicate
-    finds the leg gone.
+    """worker -> scheduler, with the step that ended them. Lost = beats correct the load. A
+    duplicate finds the leg gone.
     """
 
     worker: str
@@ -357,8 +359,8 @@ class RenewedLeg(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Renewed(Message, frozen=True, kw_only=True):
-    """holder -> gateway: the answer to a `Renew`. A late or repeated one judges nothing: a lost
-    tail takes two answers a renewal apart.
+    """holder -> gateway: the answer to a `Renew`. A repeated one changes nothing: `unknown` moves
+    a leg once, and a lost tail takes two answers a renewal apart.
     """
 
     holder: str
@@ -426,7 +428,9 @@ class Died(Message, frozen=True, kw_only=True):
 
 
 class LookupBlocks(Message, frozen=True, kw_only=True):
-    """worker -> kv_tier: how many of these blocks, from the first, are in L2? Answered each time."""
+    """worker -> kv_tier: how many of these blocks, from the first, are in L2? Answered
+    each time.
+    """
 
     lookup_id: int
     worker: str
