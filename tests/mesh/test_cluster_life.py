@@ -34,7 +34,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
     """Two clusters serve side by side; one taken down and one killed leave nothing."""
-    first, second = (Mesh(tmp_path / name, "--engine", "sim") for name in "ab")
+    first, second = (Mesh(tmp_path / name, "--engine", "sim") for name in ("a", "b c"))
     first.start()
     second.start()
     assert first.port != second.port
@@ -99,3 +99,20 @@ def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], words: s
     assert told.returncode != 0
     assert words in told.stderr
     assert "Traceback" not in told.stderr + told.stdout
+
+
+async def test_up_ends_with_an_answer_and_the_base_url(tmp_path: Path) -> None:
+    """`shoal up` as `make up` calls it: an answer, then where to ask; `shoal chat` asks there."""
+    mesh = Mesh(tmp_path / "run")
+    told = mesh.shoal("up", "--port", "0", "--engine", "sim")
+    try:
+        assert told.returncode == 0, told.stdout + told.stderr
+        *_, question, answer, _, where = told.stdout.splitlines()
+        status = mesh.status()
+        assert question.startswith("> ")
+        assert len(answer.split()) > 10
+        assert where.startswith(f"http://127.0.0.1:{status['port']}/v1 ")
+        chat = mesh.shoal("chat", "--once", "And why?")
+        assert (chat.returncode, len(chat.stdout.split()) > 10) == (0, True)
+    finally:
+        mesh.stop()
