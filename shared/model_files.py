@@ -237,7 +237,6 @@ class _TokenizerJson(Struct):
 class _Config(Struct):
     max_position_embeddings: int
     model_type: str
-    architectures: list[str] = []
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
