@@ -31,7 +31,8 @@ from shared.messages import Beat, Failed, Message, encode
 from shared.micro import Micro
 from shared.nats_bus import NatsBus
 
-BATCH = 256  # messages handled before the loop gets its turn again
+BATCH = 256  # messages handled before the loop gets its turn again,
+TURN_S = 0.02  # or as many as this takes: beats do not wait for a mailbox of slow ones
 STATUS_S = 0.25
 STOP_S = 5.0  # for `on_stop`; after that the process ends anyway
 
@@ -260,9 +261,10 @@ class Actor:
         self._work_scheduled = False
         now = self.clock()
         self._look(now)
-        for queued in self._queue.take(BATCH):
+        for _ in range(min(BATCH, len(self._queue))):
+            [queued] = self._queue.take(1)
             self._handle(queued, now)
-            if self._fatal is not None:
+            if self._fatal is not None or self.clock() - now > TURN_S:
                 break
         self.flush()
         if len(self._queue) and self._fatal is None:

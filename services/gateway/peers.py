@@ -38,6 +38,9 @@ class Tokenizers:
     def __len__(self) -> int:
         return len(self._in_hand)
 
+    def __contains__(self, instance: str) -> bool:
+        return instance in self._in_hand
+
     def beat(self, beat: Beat, now: float) -> None:
         if not beat.ready or beat.draining:
             self.drop(beat.instance)

@@ -57,6 +57,25 @@ async def test_control_goes_first(bus: MemoryBus, tmp_path: Path) -> None:
     assert core.messages == [cancel(7), cancel(8), *(detokenize(number) for number in range(3))]
 
 
+async def test_slow_messages_let_the_loop_turn(bus: MemoryBus, tmp_path: Path) -> None:
+    """Beats go out between messages that take long, however many wait."""
+    clock = FakeClock()
+    turns: list[int] = []
+
+    class Slow(Echo):
+        def receive(self, message: object, now: float) -> None:
+            super().receive(message, now)
+            clock.advance(0.1)
+            asyncio.get_running_loop().call_soon(lambda: turns.append(self.handled))
+
+    actor, _core = make(bus, tmp_path, Slow, clock)
+    async with running(actor):
+        for number in range(5):
+            actor.on_payload(encode(detokenize(number)))
+        await eventually(lambda: len(turns) == 5)
+    assert turns == [1, 2, 3, 4, 5]
+
+
 async def test_a_full_mailbox_drops_the_oldest_of_its_lane(bus: MemoryBus, tmp_path: Path) -> None:
     """Counted; a flood of data costs no control message."""
 
