@@ -113,9 +113,9 @@ class BusEdge:
         frames = Frames(self._bus, delivery.reply, request_id, packed)
         try:
             checked = self._check(body, request_id, packed)
-            echoes = await self._edge.echoes(checked)
             with self._edge.open(checked) as asked:
-                await Delivering(asked, asked.answer(echoes), frames, self._bus).run()
+                answer = asked.answer(await self._edge.echoes(checked))
+                await Delivering(asked, answer, frames, self._bus).run()
         except MeshError as error:
             frames.end(error)
         except Exception as error:  # noqa: BLE001 our bug: say so in the log, not to the client

@@ -29,7 +29,7 @@ from services.gateway.sessions import SessionTable
 from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.config import Launch
-from shared.errors import Cancelled, InvalidRequest, MeshError, Unavailable
+from shared.errors import Cancelled, DeadlineExceeded, InvalidRequest, MeshError, Unavailable
 from shared.ids import pack_ids, unpack_ids
 from shared.kv import tenant_salt
 from shared.messages import Detokenize, Detokenized, Generate, Tokenized
@@ -268,13 +268,19 @@ class Edge:
         return answered.text
 
     async def echoes(self, checked: Checked) -> list[str]:
-        """The text of each prompt, if the request wants it back; raises `MeshError`."""
+        """The text of each prompt, if the request wants it back, asked for while the request runs
+        and within its time; raises `MeshError`.
+        """
         spec = checked.spec
         if not checked.echo:
             return []
         if spec.texts is not None:
             return spec.texts
-        return [await self.detokenize(ids) for ids in spec.ids or []]
+        try:
+            async with asyncio.timeout(spec.timeout_s):
+                return [await self.detokenize(ids) for ids in spec.ids or []]
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer in {spec.timeout_s:g} s.") from None
 
     async def _ask(self, message: Generate | Detokenize) -> Tokenized | Detokenized:
         future: asyncio.Future[Tokenized | Detokenized | MeshError]

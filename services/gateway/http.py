@@ -166,9 +166,8 @@ class HttpEdge:
         spent_s = edge.parts.clock() - arrived
         caller = edge.caller(request[_tenant], request.headers.get(TIMEOUT), spent_s)
         checked = edge.check(endpoint, body, caller)
-        echoes = await edge.echoes(checked)
         with edge.open(checked) as asked:
-            answer = asked.answer(echoes)
+            answer = asked.answer(await edge.echoes(checked))
             if checked.stream:
                 headers = {REQUEST_ID: request[_request_id]}
                 return await Stream(request, headers, asked, answer, self._config).run()

@@ -45,7 +45,7 @@ class Gateway(Actor):
         )
         super().__init__(launch, bus, self.table, clock)
         self.config = config
-        self.calls = Calls(self.table.outbox, self.table.choose_tokenizer)
+        self.calls = Calls(self.table.outbox, self.table.choose_tokenizer, config.sessions_max)
         self.view = MeshView()
         self.edge = Edge(
             launch,

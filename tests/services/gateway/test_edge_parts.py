@@ -80,7 +80,7 @@ class Asked:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.tokenizer = "a"
-        self.calls = Calls(self.outbox, lambda: self.tokenizer)
+        self.calls = Calls(self.outbox, lambda: self.tokenizer, limit=1)
         self.answers: list[Any] = []
         question = Detokenize(request_id="r", attempt=0, gateway="g", ids=b"")
         self.calls.ask(question, self.answers.append, 0.0)
@@ -103,6 +103,16 @@ def test_a_call_is_answered_once() -> None:
     assert not asked.calls.receive(answer)
     assert asked.answers == [answer]
     assert len(asked.calls) == 0
+
+
+def test_too_many_calls_are_refused() -> None:
+    """Over the limit a question is answered at once, and those open go on."""
+    asked = Asked()
+    other = Detokenize(request_id="s", attempt=0, gateway="g", ids=b"")
+    asked.calls.ask(other, asked.answers.append, 0.0)
+
+    assert isinstance(asked.answers[0], Overloaded)
+    assert asked.calls.receive(Detokenized(request_id="r", attempt=1, tokenizer="a", text="x"))
 
 
 def test_a_call_that_fails_is_an_error() -> None:
