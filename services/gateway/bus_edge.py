@@ -112,7 +112,8 @@ class BusEdge:
         request_id = new_request_id()
         frames = Frames(self._bus, delivery.reply, request_id, packed)
         try:
-            checked = self._check(body, request_id, packed)
+            async with self._edge.turn(len(body)):
+                checked = self._check(body, request_id, packed)
             with self._edge.open(checked) as asked:
                 answer = asked.answer(await self._edge.echoes(checked))
                 await Delivering(asked, answer, frames, self._bus).run()

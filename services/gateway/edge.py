@@ -5,9 +5,10 @@ Everything here runs on the actor's loop. A request is open from `Edge.open` to 
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -36,6 +37,7 @@ from shared.messages import Detokenize, Detokenized, Generate, Tokenized
 
 CHECKS = {"chat": check_chat, "completions": check_completion}
 RETRY_S = 1.0
+LARGE = 1 << 18  # bytes of a body; megabytes made for it take a second to decode
 
 
 def new_request_id() -> str:
@@ -144,10 +146,23 @@ class Edge:
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
         self._open: dict[str, Open] = {}
+        self._large = asyncio.Lock()
         self.idle = asyncio.Event()  # no reader is here
         self.idle.set()
 
     # --- what may be asked ---
+
+    @contextlib.asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Decode and check a body of `size` inside. Large ones get a turn of the loop each, however
+        many arrive at once, so that beats and everybody's tokens go out in between.
+        """
+        if size < LARGE:
+            yield
+            return
+        async with self._large:
+            await asyncio.sleep(0)
+            yield
 
     def caller(self, tenant: str, timeout_ms: str | int | None, spent_s: float = 0.0) -> Caller:
         """A new request of `tenant`; `spent_s` = what its arrival has already cost.

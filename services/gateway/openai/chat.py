@@ -123,6 +123,7 @@ def chat_prompt(fields: ChatFields) -> ChatPrompt:
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
             param="continue_final_message",
         )
+    check_plain(fields.messages, "messages")
     template_kwargs = fields.chat_template_kwargs or {}
     check_plain(template_kwargs, "chat_template_kwargs")
     return ChatPrompt(
@@ -139,7 +140,6 @@ def _message(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"'{where}.role' must be one of {', '.join(sorted(ROLES))}.", param=f"{where}.role"
         )
-    check_plain(raw, where)
     # `developer` is the newer name of `system`; templates of open models know the older one.
     return {
         **raw,
