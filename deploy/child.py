@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, Restarts, Silence, SilencePolicy
 from deploy.servers import die_with_parent
 from shared.config import Status
@@ -158,9 +159,9 @@ class Child:
         os.set_blocking(status_fd, False)
         try:
             process = self._spawn(child_end)
-        except OSError as error:
+        except (OSError, ClusterError) as error:  # also a launch file that cannot be written
             os.close(status_fd)
-            return f"cannot be started: {error.strerror or error}"
+            return f"cannot be started: {getattr(error, 'strerror', None) or error}"
         finally:
             os.close(child_end)
         loop = asyncio.get_running_loop()

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from deploy.child import Child, ChildSpec, Command, describe
+from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, SilencePolicy
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
@@ -195,6 +197,25 @@ async def test_a_program_that_is_not_there_is_given_up(tmp_path: Path) -> None:
 
     assert child.state == "failed"
     assert child.reason == "cannot be started: No such file or directory"
+
+
+async def test_a_start_that_cannot_be_prepared_is_tried_again(tmp_path: Path) -> None:
+    """A launch file that a full disk does not take is one failed start, no more."""
+    watched = Watched(tmp_path, "well")
+    full = [True, True]
+
+    def command(instance: str, status_fd: int) -> Command:
+        if full:
+            full.pop()
+            raise ClusterError("The disk is full.")
+        return well(instance, status_fd)
+
+    well = watched.child.spec.command
+    watched.child.spec = msgspec.structs.replace(watched.child.spec, command=command)
+    async with watched.running() as child:
+        await watched.until(lambda: child.state == "ready")
+
+    assert [why for _, why in watched.deaths] == ["cannot be started: The disk is full."] * 2
 
 
 def test_ends_in_words() -> None:
