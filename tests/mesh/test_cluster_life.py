@@ -48,12 +48,13 @@ async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
     first.stop()
     os.kill(second.status()["supervisor_pid"], signal.SIGKILL)
     async with asyncio.timeout(20):
-        while any(alive(pid) for pid in pids):
+        while any(alive(pid) for pid in pids) or leftovers(second.run_dir):
             await asyncio.sleep(0.05)
-    second.stop()  # sweeps what a killed supervisor could not
 
     assert leftovers(first.run_dir) == []
-    assert leftovers(second.run_dir) == []
+    for mesh in (first, second):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(mesh.host, mesh.port)
 
 
 async def test_a_hugging_face_directory_serves_and_its_template_may_refuse(tmp_path: Path) -> None:
