@@ -13,6 +13,7 @@ TIMEOUT_S = 120.0  # between two chunks; the gateway pings far more often
 SAMPLE = "Why is the sky blue? Answer in one sentence."
 SAMPLE_TOKENS = 64
 SAMPLE_S = 60.0
+CHAT_TEMPERATURE = 0.2  # what the default model's card advises; at 1, the API's default, it rambles
 
 Messages = list[dict[str, str]]
 
@@ -91,7 +92,7 @@ def converse(host: str, port: int, model: str) -> None:
             continue
         history.append({"role": "user", "content": question})
         try:
-            answer = say(stream(host, port, model, history))
+            answer = say(stream(host, port, model, history, temperature=CHAT_TEMPERATURE))
         except KeyboardInterrupt:
             sys.stdout.write("\n")
             history.pop()
