@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import nats
 import nats.errors
 import pytest
 
@@ -23,13 +22,8 @@ def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 async def stats(mesh: Mesh) -> dict[str, dict[str, int]]:
-    """What each service answers to `$SRV.STATS`: its counts by instance. Asked as any NATS tool
-    would, with the credentials of the internal account.
-    """
-    launch = json.loads((mesh.run_dir / "launch" / "gateway-0.json").read_text())
-    client = await nats.connect(
-        launch["nats_url"], user=launch["nats_user"], password=launch["nats_password"]
-    )
+    """What each service answers to `$SRV.STATS`, as any NATS tool asks: its counts by instance."""
+    client = await mesh.insider()
     inbox = client.new_inbox()
     answers = await client.subscribe(inbox)
     await client.publish("$SRV.STATS", b"", reply=inbox)
@@ -84,14 +78,7 @@ async def test_counts_are_exact(sim: Mesh) -> None:
 
 async def test_outsiders_learn_nothing_of_the_services(sim: Mesh) -> None:
     """`$SRV` is answered inside the mesh only: it names every instance."""
-    access = json.loads((sim.run_dir / "public.json").read_text())
-
-    async def quiet(_error: Exception) -> None:
-        """The server complains of the publication; the client would print it."""
-
-    client = await nats.connect(
-        access["url"], user=access["user"], password=access["password"], error_cb=quiet
-    )
+    client = await sim.outsider()
     with pytest.raises((nats.errors.NoRespondersError, nats.errors.TimeoutError)):
         await client.request("$SRV.PING", b"", timeout=1)
     await client.close()
