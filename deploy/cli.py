@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     here = argparse.ArgumentParser(add_help=False)
     here.add_argument(
         "--run-dir",
-        type=lambda text: RunDir(Path(text)),
+        type=lambda text: RunDir(Path(text).expanduser()),
         default=RunDir(DEFAULT_RUN_DIR),
         metavar="DIR",
         help=f"of the mesh; one per mesh (default: {DEFAULT_RUN_DIR})",
