@@ -5,7 +5,8 @@ Source: OpenAI API reference, "Create completion (legacy)"; vLLM's extra fields 
 
 from typing import Any
 
-from services.gateway.events import SessionSpec
+from msgspec.structs import replace
+
 from services.gateway.openai.decode import decode
 from services.gateway.openai.request import (
     TOKENS_MAX,
@@ -14,14 +15,9 @@ from services.gateway.openai.request import (
     Checked,
     GenerateFields,
     check_common,
-    choices,
     includes_usage,
     integer,
-    priority,
-    salt,
-    sampling_params,
-    seed,
-    text_params,
+    session_spec,
 )
 from shared.errors import InvalidRequest
 
@@ -52,22 +48,10 @@ def check_completion(
     echo = bool(fields.echo)
     asked = integer(fields.max_tokens, "max_tokens", MAX_TOKENS, 0 if echo else 1, TOKENS_MAX)
     max_tokens = max(asked, 1)  # an echo of the prompt alone runs one token and drops it
+    spec = session_spec(fields, caller, len(texts or ids or []), max_tokens, _logprobs(fields))
     return Checked(
-        spec=SessionSpec(
-            request_id=caller.request_id,
-            model=caller.model,
-            tenant=caller.tenant,
-            texts=texts,
-            ids=ids,
-            add_special_tokens=fields.add_special_tokens is not False,
-            n=choices(fields, len(texts or ids or []), caller),
-            max_tokens=max_tokens,
-            seed=seed(fields),
-            sampling=sampling_params(fields, max_tokens, _logprobs(fields)),
-            text=text_params(fields),
-            priority=priority(fields),
-            salt=salt(fields, caller),
-            timeout_s=caller.timeout_s,
+        spec=replace(
+            spec, texts=texts, ids=ids, add_special_tokens=fields.add_special_tokens is not False
         ),
         endpoint="completions",
         stream=bool(fields.stream),

@@ -129,6 +129,29 @@ def check_common(fields: GenerateFields, caller: Caller) -> None:
         )
 
 
+def session_spec(
+    fields: GenerateFields,
+    caller: Caller,
+    prompts: int,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SessionSpec:
+    """What both endpoints ask of a session; the input of its `prompts` is still to be set."""
+    return SessionSpec(
+        request_id=caller.request_id,
+        model=caller.model,
+        tenant=caller.tenant,
+        n=choices(fields, prompts, caller),
+        max_tokens=max_tokens,
+        seed=seed(fields),
+        sampling=sampling_params(fields, max_tokens, logprobs),
+        text=text_params(fields),
+        priority=priority(fields),
+        salt=salt(fields, caller),
+        timeout_s=caller.timeout_s,
+    )
+
+
 def number(
     value: float | None, name: str, default: float, low: float, high: float, open_low: bool = False
 ) -> float:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
@@ -12,6 +11,7 @@ from torch import Tensor
 from services.gpu_worker.loader.assemble import Names, assemble
 from services.gpu_worker.models.llama import LlamaConfig, LlamaWeights
 from shared.gguf_file import ModelFileError
+from shared.model_files import read_json
 
 _Positive = Annotated[int, Meta(gt=0)]
 _DTYPES = ("F32", "F16", "BF16")
@@ -61,19 +61,10 @@ class _Index(Struct):
 def load(folder: Path, dtype: torch.dtype) -> tuple[LlamaConfig, LlamaWeights]:
     """See `load_llama`."""
     file = folder / "config.json"
-    raw: _Config = _read_json(file, _Config)
+    raw: _Config = read_json(file, _Config)
     config = _llama_config(file, raw)
     tensors = _Tensors(folder)
     return config, assemble(tensors, _NAMES, config, raw.tie_word_embeddings, dtype)
-
-
-def _read_json(file: Path, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except OSError as error:
-        raise ModelFileError(file, "file", str(error)) from error
-    except msgspec.MsgspecError as error:
-        raise ModelFileError(file, "content", str(error)) from error
 
 
 def _llama_config(file: Path, raw: _Config) -> LlamaConfig:
@@ -115,7 +106,7 @@ class _Tensors:
         self._folder = folder
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            shards: _Index = _read_json(index, _Index)
+            shards: _Index = read_json(index, _Index)
             self._shards = shards.weight_map
             files = sorted({*shards.weight_map.values()})
         else:
