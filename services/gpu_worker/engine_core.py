@@ -14,6 +14,7 @@ from shared.core import Outbox
 from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError, Overloaded
 from shared.ids import unpack_ids
 from shared.kv import HASH_SIZE
+from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import (
     Beacon,
@@ -29,7 +30,6 @@ from shared.messages import (
     ToWorker,
 )
 
-_LATE_TICK_S = 0.25  # a tick later than this means that this process slept
 _SALT_MAX = 64  # bytes; blake2b takes no longer key
 _BROKEN_STEPS_MAX = 3  # steps in a row in which every row raises: it is the model, not a request
 
@@ -253,7 +253,7 @@ class EngineCore:
 
     def tick(self, now: float) -> None:
         """Reap legs whose gateway has not renewed them, unless this process was away."""
-        late = now - self._ticked_at > _LATE_TICK_S and not self._stepped
+        late = now - self._ticked_at > LATE_S and not self._stepped
         self._ticked_at, self._stepped = now, False
         if late:
             self.slept(now)
