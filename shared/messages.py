@@ -447,7 +447,7 @@ class BlocksFound(Message, frozen=True, kw_only=True):
 
 # --- one union per mailbox ---------------------------------------------------------------------
 
-ToTokenizer = Generate | Detokenize | Died
+ToTokenizer = Generate | Detokenize
 ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died
 ToWorker = Run | Cancel | Renew | Beacon | BlocksFound
 ToDetokenizer = StepDone | Cancel

@@ -75,8 +75,6 @@ class TokenizerCore:
                 self._answer(message, lambda question: self._begin(question, now))
             case Detokenize():
                 self._answer(message, self._detokenized)
-            case _:
-                pass  # `Died`: whom to answer is in each question
 
     def tick(self, now: float) -> None:
         """The next slice of one question."""
