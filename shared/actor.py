@@ -233,7 +233,7 @@ class Actor:
     async def _start(self) -> None:
         await self.on_start()
         for subject in self._listens():
-            await self.bus.subscribe(subject, lambda delivery: self.on_payload(delivery.payload))
+            await self.bus.subscribe(subject, self._on_delivery)
         for subject in self._micro.subjects():
             await self.bus.subscribe(subject, self._on_question)
         self.ready = True
@@ -250,6 +250,12 @@ class Actor:
                 await self.drain()
         except TimeoutError:
             log.warning("drain_timeout", after_s=self.drain_s)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            self.on_payload(delivery.payload)
+        except Exception as error:  # noqa: BLE001 our bug: who beats and handles nothing draws all work
+            self._raised(error, handling="payload")
 
     def _on_question(self, delivery: Delivery) -> None:
         if delivery.reply:
@@ -344,17 +350,10 @@ class Actor:
             hook(now)
 
     def _fail_legs(self, message: Any, code: Code, detail: str) -> None:
-        retryable = code == "internal"
-        for gateway, request_id, choice, epoch in named_by(message):
-            failed = Failed(
-                request_id=request_id,
-                choice=choice,
-                epoch=epoch,
-                code=code,
-                detail=detail,
-                retryable=retryable,
-            )
-            self.publish(subjects.inbox(gateway), failed)
+        for named in named_by(message):
+            leg = named._asdict()
+            to = subjects.inbox(leg.pop("gateway"))
+            self.publish(to, Failed(**leg, code=code, detail=detail, retryable=code == "internal"))
 
     def _raised(self, error: Exception, handling: str) -> None:
         self.drop("raised")

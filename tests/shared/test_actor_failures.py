@@ -103,6 +103,22 @@ async def test_a_stateful_core_that_raises_ends_the_process(bus: MemoryBus, tmp_
     assert not actor.draining
 
 
+async def test_who_cannot_take_a_payload_ends(bus: MemoryBus, tmp_path: Path) -> None:
+    """A process that beats and handles nothing would draw the work of the whole mesh to itself."""
+
+    class Deaf(Fragile):
+        def on_payload(self, payload: bytes) -> None:
+            raise ValueError(f"{len(payload)} bytes")
+
+    actor, _core = make(bus, tmp_path, Deaf)
+    life = asyncio.create_task(actor.run())
+    await eventually(lambda: actor.ready)
+    bus.publish(inbox(ME), b"four")
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="4 bytes"):
+            await life
+
+
 async def test_a_start_that_fails_is_raised(bus: MemoryBus, tmp_path: Path) -> None:
     """And what was opened is closed."""
 
