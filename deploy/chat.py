@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -82,6 +83,8 @@ def converse(host: str, port: int, model: str) -> None:
     """Ask and answer until end of input. Ctrl-C ends an answer, a second one the conversation."""
     sys.stdout.write(f"{model} at http://{host}:{port}/v1. Ctrl-D ends.\n")
     history: Messages = []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a piped file need not be UTF-8
     while True:
         try:
             question = input("> ")

@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--once", metavar="PROMPT", help="one question, one streamed answer")
     for verb, text in (
         ("kill", "SIGKILL a process; it is started again"),
-        ("pause", "SIGSTOP a process; after 10 s of silence it is killed"),
+        ("pause", "SIGSTOP a process; a service that is silent for 10 s is killed"),
         ("resume", "SIGCONT a paused process"),
     ):
         command(verb, signal, text).add_argument("name", help="as in `shoal status`")
