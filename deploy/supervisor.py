@@ -58,8 +58,6 @@ def listen(table: ClusterTable, port_is_asked: bool) -> socket.socket:
     for port in tries:
         try:
             return socket.create_server((table.host, port), family=family, backlog=BACKLOG)
-        except OverflowError as error:
-            raise ClusterError(f"There is no port {port}; they end at 65535.") from error
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 reason = error.strerror or error

@@ -219,14 +219,6 @@ def test_a_taken_port_is_one_sentence(run_dir: Path) -> None:
     assert f"Port {port} of 127.0.0.1 is taken" in refused.stderr
 
 
-def test_a_port_that_cannot_be_is_one_sentence(run_dir: Path) -> None:
-    """Beyond the last port there is none, and that is said."""
-    refused = up(run_dir, port="65536")
-
-    assert refused.returncode == 1
-    assert refused.stderr == "shoal: There is no port 65536; they end at 65535.\n"
-
-
 async def test_a_service_that_cannot_run_ends_up(run_dir: Path) -> None:
     """The mesh that cannot come up says which process and why, and leaves nothing."""
     refused = up(run_dir, "gateway.no_such_key=1", services=["gateway.replicas=1"])
