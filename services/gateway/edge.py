@@ -217,7 +217,7 @@ class Edge:
             return "this gateway is stopping"
         if not self.parts.connected():
             return "this gateway is not connected to the bus"
-        if not table.leader:
+        if not self.parts.view.led:
             return "no scheduler leads the pool"
         if not table.workers:
             return "no worker is ready"

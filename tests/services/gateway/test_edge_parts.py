@@ -180,11 +180,15 @@ def test_the_view_is_of_those_alive() -> None:
     view = MeshView()
     view.receive(worker("a", 2), 0.0)
     view.receive(worker("b", 3), 0.9)
-    view.receive(Beacon(scheduler="s", term=2, pool="p", queued=5), 0.0)
-    view.receive(Beacon(scheduler="t", term=1, pool="p", queued=50), 0.0)
+    view.receive(Beacon(scheduler="s", term=2, pool="p", queued=5), 0.9)
+    view.receive(Beacon(scheduler="t", term=1, pool="p", queued=50), 0.9)
+    assert view.led
     assert (view.running, view.waiting, view.workers) == (5, 7, 2)
     assert (view.blocks_free, view.blocks_total) == (8, 20)
     view.tick(1.1)
     assert view.running == 3
     view.receive(Died(instance="b", reason="killed"), 1.1)
     assert (view.running, view.waiting, view.blocks_total) == (0, 5, 0)
+    view.tick(1.95)
+    assert not view.led
+    assert view.waiting == 0, "a queue goes with its leader"
