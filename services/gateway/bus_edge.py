@@ -22,9 +22,9 @@ from services.gateway.openai.request import Checked
 from shared.bus import Bus, Delivery, Subscription
 from shared.errors import DeadlineExceeded, MeshError, Overloaded, Unavailable
 from shared.log import log
+from shared.publish import is_inbox
 from shared.subjects import GENERATE
 
-REPLIES = "_INBOX."  # an answer to any other subject could do harm
 ABSENT_MAX = 2  # probes in a row with nobody there
 QUEUE = "gateways"
 
@@ -95,7 +95,7 @@ class BusEdge:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _on_submission(self, delivery: Delivery) -> None:
-        if not delivery.reply.startswith(REPLIES):
+        if not is_inbox(delivery.reply):
             self._edge.meter.cut("bad_reply")
             return
         if len(self._tasks) >= self._config.sessions_max:

@@ -12,6 +12,7 @@ from shared.subjects import inbox
 TRIES_MAX = 3
 PATIENCE_S = 0.3  # for the first answer; a millisecond more for each KB of input
 PATIENCE_GROWS = 4  # a tokenizer that beats is busy, not lost: 0.3, 1.2, 4.8 s
+BEHIND_S = 0.005  # more for each question of ours before it: asking again would double the work
 NOBODY_S = 5.0  # how long a session waits for any tokenizer to be there
 
 
@@ -68,10 +69,10 @@ class Tokenizing:
         question.attempt += 1
         question.counted += 1
         question.tried.append(tokenizer)
-        self.tokenizers.asked(tokenizer)
+        behind = self.tokenizers.asked(tokenizer)
         message = question.session.generate(self._gateway, question.attempt, now)
         self._outbox.put(inbox(tokenizer), message)
-        patience_s = PATIENCE_S * PATIENCE_GROWS ** (question.counted - 1)
+        patience_s = PATIENCE_S * PATIENCE_GROWS ** (question.counted - 1) + BEHIND_S * behind
         question.until = now + patience_s + len(encode(message)) / 1024 * 0.001
         return None
 

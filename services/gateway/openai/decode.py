@@ -26,7 +26,7 @@ def decode(body: bytes, kind: type[T], packed: bool = False) -> T:
     try:
         with _uncollected():
             if packed:
-                return msgspec.convert(msgspec.msgpack.decode(body), kind, str_keys=True)
+                return _unpack(body, kind)
             body.decode()  # msgspec does not look into the strings that it skips
             return msgspec.json.decode(body, type=kind)
     except UnicodeDecodeError as error:
@@ -43,6 +43,14 @@ def decode(body: bytes, kind: type[T], packed: bool = False) -> T:
         )
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply.") from error
+
+
+def _unpack(body: bytes, kind: type[T]) -> T:
+    """The keys of a map may be numbers, as MessagePack has them, or strings, as JSON has them."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)  # builds nothing of what it does not know
+    except msgspec.ValidationError:
+        return msgspec.convert(msgspec.msgpack.decode(body), kind, str_keys=True)
 
 
 @contextlib.contextmanager

@@ -116,6 +116,15 @@ def test_a_tokenizer_that_fell_silent_is_not_waited_for(rig: Rig) -> None:
     assert [tokenizer for tokenizer, _ in rig.sent(Generate)] == ["t0"]
 
 
+def test_a_crowd_is_not_asked_about_again_and_again(rig: Rig) -> None:
+    """Who stands behind many waits longer: asking again would make a busy tokenizer busier."""
+    for number in range(100):
+        rig.open(request_id=f"{number:032x}")
+    assert len(rig.sent(Generate)) == 100
+    rig.pass_time(0.35)
+    assert len(rig.sent(Generate)) < 25
+
+
 def test_tries_made_while_cut_off_do_not_count(rig: Rig) -> None:
     """An outage of our own is not the tokenizers' silence; the question is asked again after it."""
     rig.open()
