@@ -92,6 +92,8 @@ class Meter:
         self.e2e = E2E.labels(*self._own)
         self.prompt_size = PROMPT_SIZE.labels(*self._own)
         self.output_size = OUTPUT_SIZE.labels(*self._own)
+        for reason in ("stop", "length", "abort", "error"):  # a rate needs the zero before the one
+            SUCCESS.labels(*self._own, reason)
         self._redrives: dict[str, int] = {}
         self._events: dict[str, int] = {}
 

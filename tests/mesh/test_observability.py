@@ -66,7 +66,7 @@ async def test_counts_are_exact(sim: Mesh) -> None:
         "vllm:generation_tokens_total": STREAMS * TOKENS,
         "vllm:request_generation_tokens_sum": STREAMS * TOKENS,
     }.items():
-        assert after[name] - before.get(name, 0.0) == count, name
+        assert after[name] - before[name] == count, name
     for role, event, count in (
         ("gateway", "end_finished", STREAMS),
         ("tokenizer", "answered", STREAMS),
