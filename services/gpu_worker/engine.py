@@ -109,6 +109,7 @@ class Engine:
             for body in self._channel.receive():
                 self._take(body)
             self._core.tick(time.monotonic())
+            self._count()  # what a long step keeps waiting is to be seen during it
             busy = self._step()
             self._send()
             self._count()

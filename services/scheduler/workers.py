@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shared.liveness import LastHeard
 from shared.messages import Beat
 
-SETTLE_S = 0.15  # a beat shows what was sent so long before it: one beat, the way, one step
+SETTLE_S = 0.15  # what was sent so long before its engine's phase began is in a beat: beat and way
 REMEMBER_S = 10.0  # a new leader repeats losses for so long
 DEAD_MAX = 4096  # instances known to be dead for good
 
@@ -62,7 +62,8 @@ class Peer:
         stepped = beat.step != self.beat.step
         self.beat = beat
         self.ended = 0
-        while self.sent and next(iter(self.sent.values())).at <= now - SETTLE_S:
+        taken = now - beat.phase_age_ms / 1000 - SETTLE_S  # inside a step an engine takes nothing
+        while self.sent and next(iter(self.sent.values())).at <= taken:
             self._shown(next(iter(self.sent)))
         if self.hung and (stepped or not overdue(beat)):
             self.hung = False
