@@ -79,7 +79,7 @@ class Line:
                 continue
             del self._apart[entry.key]
             if alone:
-                worker.alone, worker.alone_at = entry.key, now
+                worker.isolate(entry.key, now)
             self._run(entry, worker, detokenizer, now)
 
     def _too_long(self, entry: Entry) -> bool:

@@ -35,6 +35,7 @@ class Peer:
     ended: int = 0  # legs that ended since the last beat
     alone: Key | None = None  # runs this leg and nothing else
     alone_at: float = 0.0
+    alone_step: int = 0
 
     @property
     def instance(self) -> str:
@@ -67,8 +68,13 @@ class Peer:
             self._shown(next(iter(self.sent)))
         if self.hung and (stepped or not overdue(beat)):
             self.hung = False
-        if self.alone is not None and not self.num_legs and now - self.alone_at > 1.0:
+        survived = beat.phase == "decode" and beat.step > self.alone_step  # it has a new id
+        if survived or (not self.num_legs and now - self.alone_at > 1.0):
             self.alone = None
+
+    def isolate(self, key: Key, now: float) -> None:
+        """Give the worker to a leg whose workers died, until it has outlived that."""
+        self.alone, self.alone_at, self.alone_step = key, now, self.beat.step
 
     def send(self, sent: Sent) -> None:
         """A leg is on its way there."""
