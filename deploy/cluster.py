@@ -28,7 +28,7 @@ from shared.nats_bus import NatsBus
 
 WATCH_S = 0.25
 CAP_LOGS_S = 5.0
-STOP_S = 5.0  # between SIGTERM and SIGKILL, for all but gateways
+STOP_S = 5.0  # between SIGTERM and SIGKILL; for gateways beside what running answers may take
 HTTP_POLL_S = 0.05
 HTTP_TIMEOUT_S = 2.0
 
@@ -132,7 +132,7 @@ class Cluster:
         log.info("stopping")
         gateways = [c for c in self._services if c.spec.role == "gateway"]
         others = [c for c in self._services if c.spec.role != "gateway"]
-        await self._end(gateways, self._config.cluster.drain_s)
+        await self._end(gateways, self._config.cluster.drain_s + STOP_S)
         await self._end(others, STOP_S)
         if self._bus is not None:
             await self._bus.close()

@@ -24,7 +24,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sessions_max: Count = 4096  # 429 beyond; as many questions to tokenizers beside them
     choices_max: Count = 256  # prompts x n of one request
     feed_ids_max: Count = 65536  # undelivered ids held for one slow reader, then it is cut
-    drain_s: NotNegative = 30.0  # running streams may finish after SIGTERM, then they are told
+    drain_s: NotNegative = 10.0  # running streams may finish after SIGTERM, then they are told
 
     ping_bus_s: AboveZero = 1.0  # liveness probe of a client on the bus
     probe_timeout_s: AboveZero = 0.8  # a live client need not answer; a dead one does not, at once

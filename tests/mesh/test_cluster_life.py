@@ -117,3 +117,26 @@ async def test_up_ends_with_an_answer_and_the_base_url(tmp_path: Path) -> None:
         assert (chat.returncode, len(chat.stdout.split()) > 10) == (0, True)
     finally:
         mesh.stop()
+
+
+async def test_down_tells_a_stream_that_outlasts_the_drain(tmp_path: Path) -> None:
+    """`cluster.drain_s` is the gateways' too: what still runs then ends with a typed error."""
+    mesh = Mesh(tmp_path / "run", "--engine", "sim", "cluster.drain_s=1")
+    mesh.start()
+    try:
+        async with mesh.client() as client:
+            stream = await client.completions.create(
+                model=mesh.model,
+                prompt="x",
+                max_tokens=8000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            await anext(stream)
+            stopping = asyncio.create_task(asyncio.to_thread(mesh.stop))
+            with pytest.raises(openai.APIError) as caught:
+                [_ async for _ in stream]
+            assert caught.value.code == "unavailable"
+            await stopping
+    finally:
+        mesh.stop()
