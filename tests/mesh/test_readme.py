@@ -24,7 +24,11 @@ async def run(source: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
-    said, _ = await process.communicate()
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # a test that gives up must not leave a client behind
+            process.kill()
     assert process.returncode == 0, said.decode()
     return said.decode()
 
