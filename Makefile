@@ -9,7 +9,7 @@ SEED    ?=
 ARGS    ?=
 
 shoal   := $(VENV)/bin/shoal
-up_args := --run-dir $(RUN_DIR) --engine $(ENGINE) $(if $(MODEL),--model $(MODEL)) $(if $(PORT),--port $(PORT))
+up_args := --run-dir '$(RUN_DIR)' --engine $(ENGINE) $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port $(PORT))
 locks   := requirements.lock requirements-models.lock
 stamp    = $(VENV)/installed-$(shell cat $(locks) pyproject.toml | sha256sum | cut -c1-16)
 
@@ -27,16 +27,16 @@ up: install ## start the mesh, see a model answer, keep it running
 	@$(shoal) up $(up_args) $(ARGS)
 
 down: install ## stop the mesh; only its logs stay
-	@$(shoal) down --run-dir $(RUN_DIR)
+	@$(shoal) down --run-dir '$(RUN_DIR)'
 
 status: install ## every process: state, load, restarts
-	@$(shoal) status --run-dir $(RUN_DIR)
+	@$(shoal) status --run-dir '$(RUN_DIR)'
 
 logs: install ## last lines of each log (ARGS='gateway-0 -f' for one)
-	@$(shoal) logs --run-dir $(RUN_DIR) $(ARGS)
+	@$(shoal) logs --run-dir '$(RUN_DIR)' $(ARGS)
 
 chat: install ## talk to the running mesh
-	@$(shoal) chat --run-dir $(RUN_DIR) $(ARGS)
+	@$(shoal) chat --run-dir '$(RUN_DIR)' $(ARGS)
 
 test: install ## all tests, on real servers and the real model
 	@$(VENV)/bin/pytest $(ARGS)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ TIMEOUT_S = 120.0  # between two chunks; the gateway pings far more often
 SAMPLE = "Why is the sky blue? Answer in one sentence."
 SAMPLE_TOKENS = 64
 SAMPLE_S = 60.0
+CHAT_TEMPERATURE = 0.2  # what the default model's card advises; at 1, the API's default, it rambles
 
 Messages = list[dict[str, str]]
 
@@ -81,6 +83,8 @@ def converse(host: str, port: int, model: str) -> None:
     """Ask and answer until end of input. Ctrl-C ends an answer, a second one the conversation."""
     sys.stdout.write(f"{model} at http://{host}:{port}/v1. Ctrl-D ends.\n")
     history: Messages = []
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a piped file need not be UTF-8
     while True:
         try:
             question = input("> ")
@@ -91,7 +95,7 @@ def converse(host: str, port: int, model: str) -> None:
             continue
         history.append({"role": "user", "content": question})
         try:
-            answer = say(stream(host, port, model, history))
+            answer = say(stream(host, port, model, history, temperature=CHAT_TEMPERATURE))
         except KeyboardInterrupt:
             sys.stdout.write("\n")
             history.pop()

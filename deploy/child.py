@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, Restarts, Silence, SilencePolicy
 from deploy.servers import die_with_parent
 from shared.config import Status
@@ -22,6 +23,9 @@ from shared.log import log
 
 EX_CONFIG = 78
 """Exit status of a process whose settings are wrong: to start it again would not help."""
+
+NOT_STARTED = "cannot be started"
+"""How the reason begins when the machine refused: a full disk, no more processes."""
 
 STATUS_LINE_MAX = 65536  # bytes; a child that writes longer lines is not ours
 PROBE_S = 0.02
@@ -93,6 +97,8 @@ class Child:
             delay = None
             if self.reason != f"exit {EX_CONFIG}":
                 delay = self.restarts.next_delay(self._clock())
+            if delay is None and self.started and self.reason.startswith(NOT_STARTED):
+                delay = self.spec.restart.cap_s  # it has run here; a disk is not full for ever
             if delay is None:
                 log.error("given_up", child=self.spec.name, reason=self.reason)
                 self._become("failed")
@@ -158,9 +164,9 @@ class Child:
         os.set_blocking(status_fd, False)
         try:
             process = self._spawn(child_end)
-        except OSError as error:
+        except (OSError, ClusterError) as error:  # also a launch file that cannot be written
             os.close(status_fd)
-            return f"cannot be started: {error.strerror or error}"
+            return f"{NOT_STARTED}: {getattr(error, 'strerror', None) or error}"
         finally:
             os.close(child_end)
         loop = asyncio.get_running_loop()

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +18,8 @@ from shared.gguf_file import ModelFileError
 
 DEFAULT_RUN_DIR = Path(".run/default")
 ENGINES = {"real": "model", "sim": "sim"}
+SIGPIPE_EXIT = 141
+"""Exit status when whoever read our output wants no more (`shoal logs | head`)."""
 
 
 def up(args: argparse.Namespace) -> int:
@@ -48,7 +52,7 @@ def configuration(args: argparse.Namespace) -> ClusterConfig:
     """What the options say, as settings."""
     overrides = list(args.settings)
     if args.model is not None:
-        overrides.append(f'cluster.model="{args.model}"')
+        overrides.append(f"cluster.model={json.dumps(args.model, ensure_ascii=False)}")
     if args.port is not None:
         overrides.append(f"cluster.port={args.port}")
     if args.engine is not None:
@@ -84,7 +88,10 @@ def talk(args: argparse.Namespace) -> int:
         chat.converse(found.host, found.port, found.model)
     else:
         question = [{"role": "user", "content": args.once}]
-        chat.say(chat.stream(found.host, found.port, found.model, question))
+        answer = chat.stream(
+            found.host, found.port, found.model, question, temperature=chat.CHAT_TEMPERATURE
+        )
+        chat.say(answer)
     return 0
 
 
@@ -106,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     here = argparse.ArgumentParser(add_help=False)
     here.add_argument(
         "--run-dir",
-        type=lambda text: RunDir(Path(text)),
+        type=lambda text: RunDir(Path(text).expanduser()),
         default=RunDir(DEFAULT_RUN_DIR),
         metavar="DIR",
         help=f"of the mesh; one per mesh (default: {DEFAULT_RUN_DIR})",
@@ -131,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--once", metavar="PROMPT", help="one question, one streamed answer")
     for verb, text in (
         ("kill", "SIGKILL a process; it is started again"),
-        ("pause", "SIGSTOP a process; after 10 s of silence it is killed"),
+        ("pause", "SIGSTOP a process; a service that is silent for 10 s is killed"),
         ("resume", "SIGCONT a paused process"),
     ):
         command(verb, signal, text).add_argument("name", help="as in `shoal status`")
@@ -171,7 +178,14 @@ def main() -> None:
     args = parser().parse_args(given)
     args.given = given[given.index(args.command) + 1 :]
     try:
-        sys.exit(args.function(args))
+        code = args.function(args)
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        if args.function in {run, supervise}:  # not the terminal: a bug of ours
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        sys.exit(SIGPIPE_EXIT)
     except (ConfigError, ModelFileError) as error:  # starting it again would not help
         sys.stderr.write(f"{error}\n")
         sys.exit(EX_CONFIG)

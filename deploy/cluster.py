@@ -21,14 +21,14 @@ from deploy.progress import Progress, Ready, Stage
 from deploy.run_dir import RunDir
 from shared import subjects
 from shared.errors import MeshError
+from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import Died, encode
 from shared.nats_bus import NatsBus
 
 WATCH_S = 0.25
-SLEPT_S = 0.25  # later than this, the supervisor slept and knows nothing of its children
 CAP_LOGS_S = 5.0
-STOP_S = 5.0  # between SIGTERM and SIGKILL, for all but gateways
+STOP_S = 5.0  # between SIGTERM and SIGKILL; for gateways beside what running answers may take
 HTTP_POLL_S = 0.05
 HTTP_TIMEOUT_S = 2.0
 
@@ -132,7 +132,7 @@ class Cluster:
         log.info("stopping")
         gateways = [c for c in self._services if c.spec.role == "gateway"]
         others = [c for c in self._services if c.spec.role != "gateway"]
-        await self._end(gateways, self._config.cluster.drain_s)
+        await self._end(gateways, self._config.cluster.drain_s + STOP_S)
         await self._end(others, STOP_S)
         if self._bus is not None:
             await self._bus.close()
@@ -200,7 +200,7 @@ class Cluster:
             await asyncio.sleep(WATCH_S)
             now = time.monotonic()
             for child in self._children:
-                if now - due > SLEPT_S:
+                if now - due > LATE_S:
                     child.silence.slept(now)
                 child.check_silence(now)
             if now >= next_cap:

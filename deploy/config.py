@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, SilencePolicy
-from shared.config import ConfigError, settings
+from shared.config import AboveZero, ConfigError, Count, NotNegative, Port, settings
 
 DEFAULTS = Path(__file__).parent / "cluster.toml"
 ROLES = ("gateway", "tokenizer", "scheduler", "gpu_worker", "kv_tier", "detokenizer")
@@ -19,11 +19,11 @@ class ClusterTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """`[cluster]`."""
 
     host: str
-    port: int  # 0 = any free port
+    port: Port  # 0 = any free port
     pool: str
     model: str
-    ready_timeout_s: float
-    drain_s: float
+    ready_timeout_s: AboveZero
+    drain_s: NotNegative
     restart: RestartPolicy = RestartPolicy()
     silence: SilencePolicy = SilencePolicy()
 
@@ -35,7 +35,7 @@ class NatsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RedisTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[redis]`."""
 
-    maxmemory_mb: int
+    maxmemory_mb: Count
 
 
 class Service(Struct, frozen=True):

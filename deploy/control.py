@@ -111,7 +111,7 @@ def ask(run_dir: Path, verb: Verb, name: str = "") -> Answer:
             connection.sendall(msgspec.json.encode(Command(verb, name)) + b"\n")
             with connection.makefile("rb") as lines:
                 answer = msgspec.json.decode(lines.readline(LINE_MAX), type=Answer)
-    except (FileNotFoundError, ConnectionRefusedError):
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise NotUp(f"No mesh is up in {run_dir}; `shoal up` starts one.") from None
     except TimeoutError:
         raise Unresponsive(f"The supervisor of {run_dir} does not answer.", pid) from None

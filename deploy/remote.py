@@ -19,7 +19,8 @@ END_S = 30.0  # for a supervisor to go down, beside what running answers may tak
 def detached(run_dir: RunDir, arguments: list[str]) -> Ready:
     """Start a supervisor in the background, show how it comes up, leave it running.
 
-    Raises `ClusterError`, and passes on Ctrl-C: then nothing of it is left.
+    Raises `ClusterError`, and passes on Ctrl-C: then nothing of it is left. When nobody reads our
+    output any more, only the showing ends.
     """
     ours, theirs = os.pipe()
     process = subprocess.Popen(
@@ -48,7 +49,9 @@ def detached(run_dir: RunDir, arguments: list[str]) -> Ready:
         process.wait()
         raise
     log = run_dir.log_file("supervisor")
-    raise ClusterError(f"The supervisor ended (exit {process.wait()}); see {log}.")
+    reason = f"The supervisor ended (exit {process.wait()}); see {log}."
+    terminal.tell(Refused(reason))
+    raise ClusterError(reason)
 
 
 def down(run_dir: RunDir) -> bool:

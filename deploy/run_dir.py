@@ -93,6 +93,8 @@ class RunDir:
                 fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
                 return True
+            except OSError as error:
+                raise disk_error(self.path, error) from error
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -75,7 +75,7 @@ class Server(Struct, frozen=True, kw_only=True):
     def url_shown(self) -> str:
         """`url` without its password."""
         parts = urlsplit(self.url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{unquote(parts.path)}"
 
 
 class Running:
@@ -145,7 +145,7 @@ def redis_server(run_dir: Path, max_memory_mb: int = 256) -> Server:
         command=[binary, str(config)],
         run_dir=run_dir,
         log=run_dir / "redis.log",
-        url=f"unix://:{password}@{path}",
+        url=f"unix://:{password}@{quote(str(path))}",
         password=password,
     )
 
@@ -239,6 +239,10 @@ class _Template(string.Template):
 
 def _configure(name: str, run_dir: Path, **values: Any) -> Path:
     """Fill in the template `name` and write it to `run_dir`, 0600."""
+    values["run_dir"] = run_dir.resolve()
+    quoted = {
+        key: str(value).replace("\\", r"\\").replace('"', r"\"") for key, value in values.items()
+    }
     template = _Template((TEMPLATES / name).read_text())
     path = run_dir / name
     try:
@@ -246,7 +250,7 @@ def _configure(name: str, run_dir: Path, **values: Any) -> Path:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(template.substitute(values, run_dir=run_dir.resolve()))
+            file.write(template.substitute(quoted))
     except OSError as error:
         raise ServerError(f"{path} cannot be written: {error.strerror}") from error
     return path
@@ -267,7 +271,7 @@ def _probe_nats(server: Server) -> bool:
 def _probe_redis(server: Server) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(PROBE_TIMEOUT_S)
-        connection.connect(urlsplit(server.url).path)
+        connection.connect(unquote(urlsplit(server.url).path))
         connection.sendall(f"AUTH {server.password}\r\nPING\r\n".encode())
         return _reads(connection, b"+PONG\r\n")
 

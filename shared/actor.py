@@ -10,6 +10,7 @@ import datetime
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,14 +24,15 @@ from shared.config import Launch, Status
 from shared.core import Core
 from shared.errors import Code, InvalidRequest, Unavailable
 from shared.legs import deadline_s, named_by
+from shared.liveness import LATE_S
 from shared.log import Throttle, configure, log
 from shared.mailbox import Mailbox, Queued
 from shared.messages import Beat, Failed, Message, encode
 from shared.micro import Micro
 from shared.nats_bus import NatsBus
 
-BATCH = 256  # messages handled before the loop gets its turn again
-LATE_S = 0.25  # later than this, the process slept and knows nothing of its peers
+BATCH = 256  # messages handled before the loop gets its turn again,
+TURN_S = 0.02  # or as many as this takes: beats do not wait for a mailbox of slow ones
 STATUS_S = 0.25
 STOP_S = 5.0  # for `on_stop`; after that the process ends anyway
 
@@ -68,7 +70,8 @@ class Actor:
         self.draining = False
         self.detail = ""  # the stage while starting, shown by `shoal status`
         self.handled = 0
-        self.errors = 0
+        self.errors = 0  # messages dropped, for whatever reason
+        self._counters: Counter[str] = Counter()  # dropped_<why>, slept
         self._queue = Mailbox(self.mailbox_limit)
         self._decoder = msgspec.msgpack.Decoder(self.mailbox)
         self._work_scheduled = False
@@ -95,12 +98,11 @@ class Actor:
         try:
             message = self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            self.errors += 1
-            self._drop("decode")
+            self.drop("decode")
             self._throttle.warning("undecodable", now, size=len(payload), error=str(error))
             return
         if self._queue.put(message, now) is not None:
-            self._drop("full")
+            self.drop("full")
             self._throttle.warning("mailbox_full", now, limit=self.mailbox_limit)
         if not self._work_scheduled:
             self._work_scheduled = True
@@ -131,6 +133,12 @@ class Actor:
         """What the supervisor is told."""
         state = "draining" if self.draining else "ready" if self.ready else "starting"
         return Status(state=state, detail=self.detail)
+
+    def stats(self) -> dict[str, int]:
+        """What `$SRV.STATS` and `/metrics` show; a subclass adds what bus and core do not hold."""
+        bus = {f"bus_{name}": count for name, count in self.bus.counters.items()}
+        core = {} if self.core is None else self.core.counters
+        return {"handled": self.handled, "errors": self.errors, **self._counters, **bus, **core}
 
     async def on_start(self) -> None:
         """Load and connect, before the first message is taken."""
@@ -166,12 +174,17 @@ class Actor:
         try:
             self.bus.publish(subject, encode(message))
         except InvalidRequest as error:
-            self._drop("unsendable")
+            self.drop("unsendable")
             log.error(
                 "unsendable", subject=subject, kind=type(message).__name__, error=error.detail
             )
             if not isinstance(message, Failed):
                 self._fail_legs(message, "invalid_request", error.detail)
+
+    def drop(self, reason: str) -> None:
+        """Count a message that was not handled or not sent."""
+        self.errors += 1
+        self._counters[f"dropped_{reason}"] += 1
 
     def stop(self) -> None:
         """Drain, then end `run`."""
@@ -239,11 +252,14 @@ class Actor:
             log.warning("drain_timeout", after_s=self.drain_s)
 
     def _on_delivery(self, delivery: Delivery) -> None:
-        self.on_payload(delivery.payload)
+        try:
+            self.on_payload(delivery.payload)
+        except Exception as error:  # noqa: BLE001 our bug: who beats and handles nothing draws all work
+            self._raised(error, handling="payload")
 
     def _on_question(self, delivery: Delivery) -> None:
         if delivery.reply:
-            answer = self._micro.answer(delivery.subject, self._started, self.handled, self.errors)
+            answer = self._micro.answer(delivery.subject, self._started, self.stats())
             self.bus.publish(delivery.reply, answer)
 
     def _work(self) -> None:
@@ -251,9 +267,10 @@ class Actor:
         self._work_scheduled = False
         now = self.clock()
         self._look(now)
-        for queued in self._queue.take(BATCH):
+        for _ in range(min(BATCH, len(self._queue))):
+            [queued] = self._queue.take(1)
             self._handle(queued, now)
-            if self._fatal is not None:
+            if self._fatal is not None or self.clock() - now > TURN_S:
                 break
         self.flush()
         if len(self._queue) and self._fatal is None:
@@ -264,7 +281,7 @@ class Actor:
         message = queued.message
         remained = deadline_s(message)
         if remained is not None and now - queued.arrived > remained:
-            self._drop("expired")
+            self.drop("expired")
             self._fail_legs(message, "deadline_exceeded", f"waited too long in a {self.role}")
             return
         try:
@@ -274,14 +291,13 @@ class Actor:
             self._raised(error, handling=type(message).__name__)
         else:
             self.handled += 1
-            metrics.MESSAGES.labels(self.role).inc()
 
     async def _timer(self) -> None:
         while True:
             self._due = self.clock() + self.tick_s
             await asyncio.sleep(self.tick_s)
             now = self.clock()
-            metrics.TICK_LATENESS.labels(self.role).observe(max(0.0, now - self._due))
+            metrics.TICK_LATENESS.labels(self.launch.name).observe(max(0.0, now - self._due))
             try:
                 self._look(now)
                 self.tick(now)
@@ -307,7 +323,7 @@ class Actor:
         if late > LATE_S or came_back or not up:
             if late > LATE_S:
                 log.warning("slept", late_s=round(late, 3))
-                metrics.SLEPT.labels(self.role).inc()
+                self._counters["slept"] += 1
             self._due = now
             self._tell_core("slept", now)
 
@@ -319,7 +335,6 @@ class Actor:
             self.publish(subjects.beat(self.role, self.instance), self.beat())
         if not only_due or soon >= self._next_status:
             self._next_status = now + STATUS_S
-            metrics.MAILBOX_DEPTH.labels(self.role).set(len(self._queue))
             self._write_status()
 
     def _write_status(self) -> None:
@@ -335,27 +350,16 @@ class Actor:
             hook(now)
 
     def _fail_legs(self, message: Any, code: Code, detail: str) -> None:
-        retryable = code == "internal"
-        for gateway, request_id, choice, epoch in named_by(message):
-            failed = Failed(
-                request_id=request_id,
-                choice=choice,
-                epoch=epoch,
-                code=code,
-                detail=detail,
-                retryable=retryable,
-            )
-            self.publish(subjects.inbox(gateway), failed)
+        for named in named_by(message):
+            leg = named._asdict()
+            to = subjects.inbox(leg.pop("gateway"))
+            self.publish(to, Failed(**leg, code=code, detail=detail, retryable=code == "internal"))
 
     def _raised(self, error: Exception, handling: str) -> None:
-        self.errors += 1
-        self._drop("raised")
+        self.drop("raised")
         log.error("core_raised", handling=handling, exc_info=error)
         if not self.survives_errors:
             self.fail(error)
-
-    def _drop(self, reason: str) -> None:
-        metrics.DROPPED.labels(self.role, reason).inc()
 
 
 def run_service(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> None:

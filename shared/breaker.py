@@ -10,16 +10,18 @@ from typing import Literal
 
 from msgspec import Struct
 
+from shared.config import AboveZero, Count
+
 State = Literal["closed", "open", "half_open"]
 
 
 class Limits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When a breaker opens, and for how long."""
 
-    failures: int = 5  # so many within `window_s` open it
-    window_s: float = 1.0
-    open_s: float = 1.0  # then one probe
-    probe_s: float = 5.0  # a probe that has not ended by then is given up
+    failures: Count = 5  # so many within `window_s` open it
+    window_s: AboveZero = 1.0
+    open_s: AboveZero = 1.0  # then one probe
+    probe_s: AboveZero = 5.0  # a probe that has not ended by then is given up
 
 
 DEFAULTS = Limits()

@@ -1,5 +1,6 @@
 """The bus as Shoal sees it. `shared.nats_bus` is the real one, `shared.testing` has the fake."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -25,6 +26,9 @@ class Subscription(Protocol):
 
 class Bus(Protocol):
     """At-most-once publish and subscribe; FIFO per (publisher, subscription) while connected."""
+
+    counters: Counter[str]
+    """`dropped_publishes`, `reconnects`, and what else this bus has lost or mended."""
 
     @property
     def connected(self) -> bool:

@@ -1,12 +1,19 @@
 """How a process of the mesh is told what it is. Unknown or bad keys stop it, naming the key."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 T = TypeVar("T")
+
+AboveZero = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+"""Bounds of settings, checked by `settings`."""
 
 
 class Launch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +46,7 @@ class Status(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ConfigError(Exception):
-    """A setting is unknown or has the wrong type; the message names it."""
+    """A setting is unknown, of the wrong type or out of bounds; the message names it."""
 
 
 def read_launch(path: Path) -> Launch:

@@ -1,5 +1,6 @@
 """The shape of a pure core: messages and time in, envelopes out. No asyncio, no bus, no clock."""
 
+from collections import Counter
 from typing import NamedTuple, Protocol, TypeVar
 
 from shared.messages import Message
@@ -33,6 +34,8 @@ class Core(Protocol[In_contra]):
     """What `shared.actor` drives: one mailbox union in, one outbox out."""
 
     outbox: Outbox
+    counters: Counter[str]
+    """How often what happened; `$SRV.STATS` shows it."""
 
     def receive(self, message: In_contra, now: float) -> None:
         """Take one message. Never raises for what a peer can send."""

@@ -65,7 +65,6 @@ class GgufHead(NamedTuple):
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    file_bytes: int
 
 
 class _Cursor:
@@ -156,4 +155,4 @@ def _read_head(cursor: _Cursor) -> GgufHead:
         if end > size:
             reason = f"truncated: ends at byte {end}, the file has {size}"
             raise ModelFileError(cursor.file, name, reason)
-    return GgufHead(metadata, tensors, size)
+    return GgufHead(metadata, tensors)

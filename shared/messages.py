@@ -85,7 +85,7 @@ class Tokenized(Message, frozen=True, kw_only=True):
 
 
 class Detokenize(Message, frozen=True, kw_only=True):
-    """gateway -> tokenizer: the text of these ids (`POST /detokenize`)."""
+    """gateway -> tokenizer: the text of these ids (`POST /detokenize`). Answered each time."""
 
     request_id: str
     attempt: int
@@ -95,7 +95,7 @@ class Detokenize(Message, frozen=True, kw_only=True):
 
 
 class Detokenized(Message, frozen=True, kw_only=True):
-    """tokenizer -> gateway: answer to `Detokenize`."""
+    """tokenizer -> gateway: answer to `Detokenize`. A duplicate is dropped."""
 
     request_id: str
     attempt: int
@@ -137,7 +137,9 @@ class Accepted(Leg, frozen=True, kw_only=True):
 
 
 class NotLeader(Leg, frozen=True, kw_only=True):
-    """scheduler -> gateway: I do not lead; the epoch was not taken."""
+    """scheduler -> gateway: I do not lead; the epoch was not taken. Only counted: its re-send, due
+    anyway, goes to whoever leads by then.
+    """
 
     scheduler: str
     term: int  # highest heard
@@ -161,7 +163,9 @@ class Run(Message, frozen=True, kw_only=True):
 
 
 class Started(Leg, frozen=True, kw_only=True):
-    """worker -> gateway: this epoch is mine now (counts as `Accepted`)."""
+    """worker -> gateway: this epoch is mine now (counts as `Accepted`). A duplicate changes
+    nothing.
+    """
 
     worker: str
     detokenizer: str
@@ -230,7 +234,9 @@ class EndedLeg(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Ended(Message, frozen=True, kw_only=True):
-    """worker -> scheduler, with the step that ended them. Lost = beats correct the load."""
+    """worker -> scheduler, with the step that ended them. Lost = beats correct the load. A
+    duplicate finds the leg gone.
+    """
 
     worker: str
     legs: list[EndedLeg]
@@ -281,10 +287,11 @@ class Cancel(Leg, frozen=True, kw_only=True):
 
 
 class Failed(Leg, frozen=True, kw_only=True):
-    """anyone -> session's gateway: this leg cannot go on here. `choice` -1 = the whole request.
+    """anyone -> session's gateway: this leg cannot go on here. From a tokenizer `choice` is -1 (the
+    whole request) and `epoch` the attempt. Of another epoch than the leg's own it is dropped.
 
-    `retryable` decides between re-drive and end. `started` = it happened after `Started`, so it
-    counts as an attempt.
+    `retryable` decides between re-drive (for a tokenizer: asking the next) and end. `started` = it
+    happened after `Started`, so it counts as an attempt.
     """
 
     code: Code
@@ -296,9 +303,11 @@ class Failed(Leg, frozen=True, kw_only=True):
 
 
 class RouteLost(Leg, frozen=True, kw_only=True):
-    """scheduler, worker or detokenizer -> gateway: this epoch has lost its way; re-drive it.
+    """scheduler, worker or detokenizer -> gateway: this epoch has lost its way; re-drive it. A
+    duplicate finds a newer epoch and is dropped.
 
-    `reason`: gap, unknown_leg, worker_lost, detokenizer_lost, drain, preempted.
+    `reason`: worker_lost, worker_hung or detokenizer_lost (scheduler), drain (worker), gap or
+    unknown_leg (detokenizer).
     """
 
     reason: str
@@ -306,7 +315,9 @@ class RouteLost(Leg, frozen=True, kw_only=True):
 
 
 class Lost(Message, frozen=True, kw_only=True):
-    """leader -> every gateway: this instance is dead or hung; re-drive the legs that name it."""
+    """leader -> every gateway: this instance is dead or hung; re-drive the legs that name it. Said
+    again by a new leader for 10 s; a leg that has moved on does not name it any more.
+    """
 
     instance: str
     scheduler: str
@@ -324,7 +335,9 @@ class RenewLeg(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Renew(Message, frozen=True, kw_only=True):
-    """gateway -> holder (scheduler until `Started`, then the worker), once a second."""
+    """gateway -> holder (scheduler until `Started`, then the worker), once a second. It renews the
+    holder's lease on each leg; lost ones are counted by who asks, duplicates answered again.
+    """
 
     gateway: str
     legs: list[RenewLeg]
@@ -346,7 +359,9 @@ class RenewedLeg(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Renewed(Message, frozen=True, kw_only=True):
-    """holder -> gateway: the answer to a `Renew`."""
+    """holder -> gateway: the answer to a `Renew`. A repeated one changes nothing: `unknown` moves
+    a leg once, and a lost tail takes two answers a renewal apart.
+    """
 
     holder: str
     legs: list[RenewedLeg]
@@ -356,7 +371,8 @@ class Renewed(Message, frozen=True, kw_only=True):
 
 
 class Beat(Message, frozen=True, kw_only=True):
-    """everyone -> `subjects.beat(role, instance)`: alive; counters, no lists.
+    """everyone -> `subjects.beat(role, instance)`: alive; counters, no lists. An older `seq` than
+    the last is ignored.
 
     Workers and detokenizers every 100 ms, others every 250 ms. `phase_age_ms` and `phase_bound_ms`
     describe what the worker's engine is in now; hung = `step` still while age > bound.
@@ -400,7 +416,9 @@ class Beacon(Message, frozen=True, kw_only=True):
 
 
 class Died(Message, frozen=True, kw_only=True):
-    """supervisor (or a worker's I/O process for its engine) -> `subjects.DIED`: the pid is gone."""
+    """supervisor (or a worker's I/O process for its engine) -> `subjects.DIED`: the pid is gone.
+    Instances are never used twice, so a duplicate says nothing new.
+    """
 
     instance: str
     reason: str
@@ -410,7 +428,9 @@ class Died(Message, frozen=True, kw_only=True):
 
 
 class LookupBlocks(Message, frozen=True, kw_only=True):
-    """worker -> kv_tier: how many of these blocks, from the first, are in L2?"""
+    """worker -> kv_tier: how many of these blocks, from the first, are in L2? Answered
+    each time.
+    """
 
     lookup_id: int
     worker: str
@@ -427,9 +447,9 @@ class BlocksFound(Message, frozen=True, kw_only=True):
 
 # --- one union per mailbox ---------------------------------------------------------------------
 
-ToTokenizer = Generate | Detokenize | Died
-ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died | RouteLost
-ToWorker = Run | Cancel | Renew | Beat | Beacon | BlocksFound
+ToTokenizer = Generate | Detokenize
+ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died
+ToWorker = Run | Cancel | Renew | Beacon | BlocksFound
 ToDetokenizer = StepDone | Cancel
 ToKvTier = LookupBlocks
 ToGateway = (

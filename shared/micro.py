@@ -30,8 +30,10 @@ class Micro:
             for suffix in ("", f".{self.name}", f".{self.name}.{self.instance}")
         ]
 
-    def answer(self, subject: str, started: str, handled: int, errors: int) -> bytes:
-        """The JSON answer to a question that arrived on `subject`."""
+    def answer(self, subject: str, started: str, stats: dict[str, int]) -> bytes:
+        """The JSON answer to a question that arrived on `subject`; all `stats` are its `data`,
+        `handled` and `errors` of them what the protocol has a place for.
+        """
         verb = subject.split(".")[1]
         body: dict[str, Any] = {
             "type": f"io.nats.micro.v1.{verb.lower()}_response",
@@ -53,11 +55,12 @@ class Micro:
                     "name": "mailbox",
                     "subject": self._subjects[0],
                     "queue_group": "",
-                    "num_requests": handled,
-                    "num_errors": errors,
+                    "num_requests": stats["handled"],
+                    "num_errors": stats["errors"],
                     "last_error": "",
                     "processing_time": 0,  # mailboxes are not timed per message
                     "average_processing_time": 0,
+                    "data": stats,
                 }
             ]
         return msgspec.json.encode(body)

@@ -248,7 +248,6 @@ class _TokenizerJson(Struct):
 class _Config(Struct):
     max_position_embeddings: int
     model_type: str
-    architectures: list[str] = []
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -276,7 +275,10 @@ class _TokenizerConfig(Struct):
     add_bos_token: bool = False
 
 
-def _read_json(file: Path, kind: type[Any], optional: bool = False) -> Any:
+def read_json(file: Path, kind: type[Any], optional: bool = False) -> Any:
+    """`file` as `kind`, or the defaults of `kind` where `optional` and absent. Raises
+    `ModelFileError`.
+    """
     if optional and not file.exists():
         return kind()
     try:
@@ -288,12 +290,12 @@ def _read_json(file: Path, kind: type[Any], optional: bool = False) -> Any:
 
 
 def _from_directory(folder: Path) -> ModelFiles:
-    config: _Config = _read_json(folder / "config.json", _Config)
-    tokenizer: _TokenizerJson = _read_json(folder / "tokenizer.json", _TokenizerJson)
-    texts: _TokenizerConfig = _read_json(
+    config: _Config = read_json(folder / "config.json", _Config)
+    tokenizer: _TokenizerJson = read_json(folder / "tokenizer.json", _TokenizerJson)
+    texts: _TokenizerConfig = read_json(
         folder / "tokenizer_config.json", _TokenizerConfig, optional=True
     )
-    generation: _GenerationConfig = _read_json(
+    generation: _GenerationConfig = read_json(
         folder / "generation_config.json", _GenerationConfig, optional=True
     )
     if tokenizer.model.type != "BPE":

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import random
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,7 +24,6 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, NoServersError
 
-from shared import metrics
 from shared.bus import Delivery, Handler
 from shared.clock import monotonic
 from shared.errors import DeadlineExceeded, Unavailable
@@ -178,11 +178,10 @@ class NatsBus:
         self.on_disconnected: Callable[[], None] = lambda: None
         self.on_reconnected: Callable[[], None] = lambda: None
         self.on_closed: Callable[[str], None] = lambda _reason: None
-        self.dropped_publishes = 0
+        self.counters: Counter[str] = Counter()  # dropped_publishes, errors, reconnects, revived
         self._client = _Client()
         self._up = False
         self._closing = False
-        self._reconnects = 0
         self._last_error = "no answer"
         self._throttle = Throttle()
         self._inbox = f"{INBOX}.{secrets.token_hex(12)}"
@@ -246,7 +245,7 @@ class NatsBus:
 
     @property
     def reconnects(self) -> int:
-        return self._reconnects
+        return self.counters["reconnects"]
 
     @property
     def max_payload(self) -> int:
@@ -255,8 +254,7 @@ class NatsBus:
     def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
         command = publish_command(subject, payload, reply, self.max_payload)
         if self._client.pending_data_size + len(command) > MAX_PENDING or self._closing:
-            self.dropped_publishes += 1
-            metrics.BUS_DROPPED.inc()
+            self.counters["dropped_publishes"] += 1
             return
         self._client.queue(command)
 
@@ -351,7 +349,7 @@ class NatsBus:
     async def _error(self, error: Exception) -> None:
         """D3: called from the read loop, so it must never raise."""
         self._last_error = str(error) or type(error).__name__
-        metrics.BUS_ERRORS.inc()
+        self.counters["errors"] += 1
         self._throttle.warning("bus_error", monotonic(), error=self._last_error)
 
     def _lost(self) -> None:
@@ -360,8 +358,7 @@ class NatsBus:
 
     def _back(self) -> None:
         self._up = True
-        self._reconnects += 1
-        metrics.BUS_RECONNECTS.inc()
+        self.counters["reconnects"] += 1
         self.on_reconnected()
 
     def _closed(self) -> None:
@@ -375,7 +372,7 @@ class NatsBus:
             await asyncio.sleep(WATCHDOG_S)
             if not self._client.broken():
                 continue
-            metrics.BUS_REVIVED.inc()
+            self.counters["revived"] += 1
             log.error("bus_revived", error=self._last_error)
             if self._client.is_reconnecting:
                 self.on_closed("the task that reconnects has died")

@@ -12,6 +12,7 @@ from shared.errors import InvalidRequest
 MAX_SUBJECT = 1024  # with the reply; the server closes the connection for a line over 4096
 
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f]+(\.[^\s.*>\x00-\x1f]+)*", re.ASCII)
+_INBOX = re.compile(r"_INBOX\." + _SUBJECT.pattern, re.ASCII)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -20,6 +21,14 @@ def _encoded_subject(subject: str) -> bytes:
     if not _SUBJECT.fullmatch(subject) or not subject.isascii():
         raise InvalidRequest(f"{subject[:80]!r} is not a subject", param="subject")
     return subject.encode()
+
+
+def is_inbox(subject: str) -> bool:
+    """Whether an outsider may be answered there: an `_INBOX.` subject that NATS takes, with room
+    for a reply of ours. An answer to any other could do harm.
+    """
+    fits = len(subject) <= MAX_SUBJECT // 2
+    return fits and subject.isascii() and bool(_INBOX.fullmatch(subject))
 
 
 def publish_command(subject: str, payload: bytes, reply: str, max_payload: int) -> bytes:

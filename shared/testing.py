@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -161,12 +162,11 @@ class MemoryBus:
         max_pending: int = MAX_PENDING,
     ) -> None:
         self.broker = broker or MemoryBroker()
-        self.dropped_publishes = 0
+        self.counters: Counter[str] = Counter()
         self._max_payload = max_payload
         self._max_pending = max_pending
         self._pending: list[Delivery] = []
         self._connected = True
-        self._reconnects = 0
         self._requests = 0
 
     @property
@@ -175,7 +175,7 @@ class MemoryBus:
 
     @property
     def reconnects(self) -> int:
-        return self._reconnects
+        return self.counters["reconnects"]
 
     def disconnect(self) -> None:
         """The connection is gone: nothing arrives, and what is published waits for `reconnect`."""
@@ -184,7 +184,7 @@ class MemoryBus:
     def reconnect(self) -> None:
         """The connection is back; what was published meanwhile goes out."""
         self._connected = True
-        self._reconnects += 1
+        self.counters["reconnects"] += 1
         pending, self._pending = self._pending, []
         for delivery in pending:
             self.broker.route(delivery)
@@ -238,7 +238,7 @@ class MemoryBus:
             return self.broker.route(delivery)
         waiting = sum(len(waits.payload) for waits in self._pending)
         if waiting + len(delivery.payload) > self._max_pending:
-            self.dropped_publishes += 1
+            self.counters["dropped_publishes"] += 1
         else:
             self._pending.append(delivery)
         return True

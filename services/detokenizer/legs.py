@@ -73,12 +73,12 @@ class DetokenizerLegs:
     """The detokenizer's core: `StepDone` in; one `TextDelta` per gateway and step out.
 
     Also out: `RouteLost` for what it cannot go on with, `Cancel` to the worker when a stop string
-    ended a leg that the worker still runs. `counts` says how often what happened.
+    ended a leg that the worker still runs. `counters` says how often what happened.
     """
 
     def __init__(self, instance: str, vocabulary: Vocabulary, config: Config = DEFAULTS) -> None:
         self.outbox = Outbox()
-        self.counts: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter()
         self._instance = instance
         self._vocabulary = vocabulary
         self._config = config
@@ -105,7 +105,7 @@ class DetokenizerLegs:
         for key, leg in list(self._legs.items()):
             if now - leg.heard_at >= self._config.lease_s:
                 del self._legs[key]
-                self.counts["lapsed"] += 1
+                self.counters["lapsed"] += 1
         self._ended.expire(now)
         self._reported.expire(now)
 
@@ -132,7 +132,7 @@ class DetokenizerLegs:
         key = (record.request_id, record.choice)
         leg = self._legs.get(key)
         if self._ended.covers(key, record.epoch) or (leg and record.epoch < leg.epoch):
-            self.counts["late"] += 1
+            self.counters["late"] += 1
             return None
         if leg is None or record.epoch > leg.epoch:
             self._legs.pop(key, None)
@@ -231,7 +231,7 @@ class DetokenizerLegs:
         """Drop the leg's state and tell its session, though not at every step."""
         key = (record.request_id, record.choice)
         self._legs.pop(key, None)
-        self.counts[reason] += 1
+        self.counters[reason] += 1
         if self._reported.covers(key, record.epoch):
             return
         self._reported.add(key, record.epoch, now)
@@ -244,7 +244,7 @@ class DetokenizerLegs:
         self.outbox.put(inbox(record.gateway), lost)
 
     def _refuse(self, record: StepRecord, now: float) -> None:
-        self.counts["refused"] += 1
+        self.counters["refused"] += 1
         self._ended.add((record.request_id, record.choice), record.epoch, now)
         failed = Failed(
             request_id=record.request_id,

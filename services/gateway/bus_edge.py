@@ -22,9 +22,9 @@ from services.gateway.openai.request import Checked
 from shared.bus import Bus, Delivery, Subscription
 from shared.errors import DeadlineExceeded, MeshError, Overloaded, Unavailable
 from shared.log import log
+from shared.publish import is_inbox
 from shared.subjects import GENERATE
 
-REPLIES = "_INBOX."  # an answer to any other subject could do harm
 ABSENT_MAX = 2  # probes in a row with nobody there
 QUEUE = "gateways"
 
@@ -95,7 +95,7 @@ class BusEdge:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _on_submission(self, delivery: Delivery) -> None:
-        if not delivery.reply.startswith(REPLIES):
+        if not is_inbox(delivery.reply):
             self._edge.meter.cut("bad_reply")
             return
         if len(self._tasks) >= self._config.sessions_max:
@@ -112,10 +112,11 @@ class BusEdge:
         request_id = new_request_id()
         frames = Frames(self._bus, delivery.reply, request_id, packed)
         try:
-            checked = self._check(body, request_id, packed)
-            echoes = await self._edge.echoes(checked)
+            async with self._edge.turn(len(body)):
+                checked = self._check(body, request_id, packed)
             with self._edge.open(checked) as asked:
-                await Delivering(asked, asked.answer(echoes), frames, self._bus).run()
+                answer = asked.answer(await self._edge.echoes(checked))
+                await Delivering(asked, answer, frames, self._bus).run()
         except MeshError as error:
             frames.end(error)
         except Exception as error:  # noqa: BLE001 our bug: say so in the log, not to the client

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from shared.core import Outbox
-from shared.errors import ERRORS, MeshError, Unavailable
+from shared.errors import ERRORS, MeshError, Overloaded, Unavailable
 from shared.messages import Detokenize, Detokenized, Failed, Generate, ToGateway, Tokenized, encode
 from shared.subjects import inbox
 
@@ -28,11 +28,12 @@ class Call:
 
 
 class Calls:
-    """Open questions by request id. `choose` names a live tokenizer, "" for none."""
+    """At most `limit` open questions by request id. `choose` names a tokenizer, "" for none."""
 
-    def __init__(self, outbox: Outbox, choose: Callable[[], str]) -> None:
+    def __init__(self, outbox: Outbox, choose: Callable[[], str], limit: int) -> None:
         self._outbox = outbox
         self._choose = choose
+        self._limit = limit
         self._open: dict[str, Call] = {}
 
     def __len__(self) -> int:
@@ -40,6 +41,9 @@ class Calls:
 
     def ask(self, message: Question, answered: Answered, now: float) -> None:
         """Ask; `answered` is called once, unless `forget` comes first."""
+        if len(self._open) >= self._limit:
+            answered(Overloaded("too many questions are open here.", retry_after_s=1.0))
+            return
         patience_s = PATIENCE_S + len(encode(message)) / 1024 * 0.001
         call = Call(message, answered, patience_s, due=now)
         self._open[message.request_id] = call

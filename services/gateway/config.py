@@ -2,27 +2,29 @@
 
 from msgspec import Struct
 
+from shared.config import AboveZero, Count, NotNegative, Port
+
 
 class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit of the edge, with its unit and why it has that value."""
 
     host: str = "127.0.0.1"  # used only when no listening socket is inherited
-    port: int = 0  # 0 = any free port
+    port: Port = 0  # 0 = any free port
     api_keys: dict[str, str] = {}  # key -> tenant; empty = open, for a loopback cluster
 
-    body_bytes_max: int = 8 << 20  # 413 beyond
-    wire_bytes_max: int = 7 << 20  # of one prompt on the bus, whose own limit is 8 MB; 413 beyond
-    header_timeout_s: float = 30.0  # dripping headers and idle keep-alive; > pools of clients (5 s)
-    body_timeout_s: float = 10.0  # 408 beyond
-    write_timeout_s: float = 10.0  # a reader that takes nothing for so long is cut
-    ping_s: float = 12.0  # silence before `: ping`; proxies cut idle streams at 15-60 s
-    patience_s: float = 45.0  # no token yet: begin the stream anyway, before a proxy's 60 s
+    body_bytes_max: Count = 8 << 20  # 413 beyond
+    wire_bytes_max: Count = 7 << 20  # of one prompt on the bus, whose own limit is 8 MB; 413 beyond
+    header_timeout_s: AboveZero = 30.0  # dripping headers, idle keep-alive; > clients' pools (5 s)
+    body_timeout_s: AboveZero = 10.0  # 408 beyond
+    write_timeout_s: AboveZero = 10.0  # a reader that takes nothing for so long is cut
+    ping_s: AboveZero = 12.0  # silence before `: ping`; proxies cut idle streams at 15-60 s
+    patience_s: AboveZero = 45.0  # no token yet: begin the stream anyway, before a proxy's 60 s
 
-    request_timeout_s: float = 600.0  # default and upper bound of X-Request-Timeout-Ms
-    sessions_max: int = 4096  # 429 beyond
-    choices_max: int = 256  # prompts x n of one request
-    feed_ids_max: int = 65536  # undelivered ids held for one slow reader, then it is cut
-    drain_s: float = 30.0  # running streams may finish after SIGTERM, then they are told
+    request_timeout_s: AboveZero = 600.0  # default and upper bound of X-Request-Timeout-Ms
+    sessions_max: Count = 4096  # 429 beyond; as many questions to tokenizers beside them
+    choices_max: Count = 256  # prompts x n of one request
+    feed_ids_max: Count = 65536  # undelivered ids held for one slow reader, then it is cut
+    drain_s: NotNegative = 10.0  # running streams may finish after SIGTERM, then they are told
 
-    ping_bus_s: float = 1.0  # liveness probe of a client on the bus
-    probe_timeout_s: float = 0.8  # a live client need not answer; a dead one does not, at once
+    ping_bus_s: AboveZero = 1.0  # liveness probe of a client on the bus
+    probe_timeout_s: AboveZero = 0.8  # a live client need not answer; a dead one does not, at once

@@ -5,9 +5,10 @@ Everything here runs on the actor's loop. A request is open from `Edge.open` to 
 """
 
 import asyncio
+import contextlib
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,13 +30,14 @@ from services.gateway.sessions import SessionTable
 from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.config import Launch
-from shared.errors import Cancelled, InvalidRequest, MeshError, Unavailable
+from shared.errors import Cancelled, DeadlineExceeded, InvalidRequest, MeshError, Unavailable
 from shared.ids import pack_ids, unpack_ids
 from shared.kv import tenant_salt
 from shared.messages import Detokenize, Detokenized, Generate, Tokenized
 
 CHECKS = {"chat": check_chat, "completions": check_completion}
 RETRY_S = 1.0
+LARGE = 1 << 18  # bytes of a body; megabytes made for it take a second to decode
 
 
 def new_request_id() -> str:
@@ -52,6 +54,7 @@ class Parts:
     view: MeshView
     clock: Clock
     flush: Callable[[], None]
+    stats: Callable[[], dict[str, int]]
     connected: Callable[[], bool]
 
 
@@ -143,10 +146,23 @@ class Edge:
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
         self._open: dict[str, Open] = {}
+        self._large = asyncio.Lock()
         self.idle = asyncio.Event()  # no reader is here
         self.idle.set()
 
     # --- what may be asked ---
+
+    @contextlib.asynccontextmanager
+    async def turn(self, size: int) -> AsyncIterator[None]:
+        """Decode and check a body of `size` inside. Large ones get a turn of the loop each, however
+        many arrive at once, so that beats and everybody's tokens go out in between.
+        """
+        if size < LARGE:
+            yield
+            return
+        async with self._large:
+            await asyncio.sleep(0)
+            yield
 
     def caller(self, tenant: str, timeout_ms: str | int | None, spent_s: float = 0.0) -> Caller:
         """A new request of `tenant`; `spent_s` = what its arrival has already cost.
@@ -201,7 +217,7 @@ class Edge:
             return "this gateway is stopping"
         if not self.parts.connected():
             return "this gateway is not connected to the bus"
-        if not table.leader:
+        if not self.parts.view.led:
             return "no scheduler leads the pool"
         if not table.workers:
             return "no worker is ready"
@@ -267,13 +283,19 @@ class Edge:
         return answered.text
 
     async def echoes(self, checked: Checked) -> list[str]:
-        """The text of each prompt, if the request wants it back; raises `MeshError`."""
+        """The text of each prompt, if the request wants it back, asked for while the request runs
+        and within its time; raises `MeshError`.
+        """
         spec = checked.spec
         if not checked.echo:
             return []
         if spec.texts is not None:
             return spec.texts
-        return [await self.detokenize(ids) for ids in spec.ids or []]
+        try:
+            async with asyncio.timeout(spec.timeout_s):
+                return [await self.detokenize(ids) for ids in spec.ids or []]
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer in {spec.timeout_s:g} s.") from None
 
     async def _ask(self, message: Generate | Detokenize) -> Tokenized | Detokenized:
         future: asyncio.Future[Tokenized | Detokenized | MeshError]
@@ -301,6 +323,7 @@ class Edge:
         blocks = (view.blocks_free, view.blocks_total)
         self.meter.mesh(view.running, view.waiting, blocks, view.workers)
         self.meter.sessions(table.num_sessions, table.num_legs, table.redrives)
+        self.meter.process(self.parts.stats())
 
 
 def wire_bytes(spec: SessionSpec) -> int:

@@ -165,10 +165,10 @@ class HttpEdge:
         body = await self._body(request)
         spent_s = edge.parts.clock() - arrived
         caller = edge.caller(request[_tenant], request.headers.get(TIMEOUT), spent_s)
-        checked = edge.check(endpoint, body, caller)
-        echoes = await edge.echoes(checked)
+        async with edge.turn(len(body)):
+            checked = edge.check(endpoint, body, caller)
         with edge.open(checked) as asked:
-            answer = asked.answer(echoes)
+            answer = asked.answer(await edge.echoes(checked))
             if checked.stream:
                 headers = {REQUEST_ID: request[_request_id]}
                 return await Stream(request, headers, asked, answer, self._config).run()
@@ -225,12 +225,16 @@ class HttpEdge:
         return json_response(msgspec.json.encode(self._model_object()))
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = check_tokenize(await self._body(request), self._edge.model)
+        body = await self._body(request)
+        async with self._edge.turn(len(body)):
+            asked = check_tokenize(body, self._edge.model)
         ids = await self._edge.tokenize(asked, request[_tenant])
         return json_response(tokenize_body(ids, self._edge.parts.table.max_model_len))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        ids = check_detokenize(await self._body(request), self._edge.model)
+        body = await self._body(request)
+        async with self._edge.turn(len(body)):
+            ids = check_detokenize(body, self._edge.model)
         return json_response(detokenize_body(await self._edge.detokenize(ids)))
 
     # --- health ---

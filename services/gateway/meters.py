@@ -69,6 +69,12 @@ RESPONSES = Counter(
 CUT = Counter(
     "shoal:clients_cut", "Readers too slow, or gone", ["gateway", "why"], registry=REGISTRY
 )
+EVENTS = Counter(
+    "shoal:process_events",
+    "What this process counted, as `$SRV.STATS` shows it",
+    ["gateway", "event"],
+    registry=REGISTRY,
+)
 
 
 class Meter:
@@ -86,7 +92,10 @@ class Meter:
         self.e2e = E2E.labels(*self._own)
         self.prompt_size = PROMPT_SIZE.labels(*self._own)
         self.output_size = OUTPUT_SIZE.labels(*self._own)
+        for reason in ("stop", "length", "abort", "error"):  # a rate needs the zero before the one
+            SUCCESS.labels(*self._own, reason)
         self._redrives: dict[str, int] = {}
+        self._events: dict[str, int] = {}
 
     def finished(self, reason: str) -> None:
         SUCCESS.labels(*self._own, reason).inc()
@@ -116,3 +125,9 @@ class Meter:
         for cause, count in redrives.items():
             REDRIVES.labels(*self._own, cause).inc(count - self._redrives.get(cause, 0))
         self._redrives = dict(redrives)
+
+    def process(self, stats: dict[str, int]) -> None:
+        """Bring what the actor counts up to date."""
+        for event, count in stats.items():
+            EVENTS.labels(self.gateway, event).inc(count - self._events.get(event, 0))
+        self._events = stats

@@ -38,6 +38,9 @@ class Tokenizers:
     def __len__(self) -> int:
         return len(self._in_hand)
 
+    def __contains__(self, instance: str) -> bool:
+        return instance in self._in_hand
+
     def beat(self, beat: Beat, now: float) -> None:
         if not beat.ready or beat.draining:
             self.drop(beat.instance)
@@ -62,9 +65,11 @@ class Tokenizers:
             return ""
         return min(self._in_hand, key=lambda name: (tried.count(name), self._in_hand[name], name))
 
-    def asked(self, instance: str) -> None:
-        if instance in self._in_hand:
-            self._in_hand[instance] += 1
+    def asked(self, instance: str) -> int:
+        """Count a question to a live one; how many of ours it had in hand before."""
+        before = self._in_hand[instance]
+        self._in_hand[instance] = before + 1
+        return before
 
     def answered(self, instance: str) -> None:
         if self._in_hand.get(instance, 0) > 0:

@@ -45,7 +45,7 @@ class Gateway(Actor):
         )
         super().__init__(launch, bus, self.table, clock)
         self.config = config
-        self.calls = Calls(self.table.outbox, self.table.choose_tokenizer)
+        self.calls = Calls(self.table.outbox, self.table.choose_tokenizer, config.sessions_max)
         self.view = MeshView()
         self.edge = Edge(
             launch,
@@ -56,6 +56,7 @@ class Gateway(Actor):
                 view=self.view,
                 clock=clock,
                 flush=self.flush,
+                stats=self.stats,
                 connected=lambda: bus.connected,
             ),
             Meter(launch.model_name, launch.name),
@@ -83,6 +84,10 @@ class Gateway(Actor):
         self.view.restart(now)
         self.calls.restart(now)
         self.table.reconnected(now)
+
+    def stats(self) -> dict[str, int]:
+        redrives = {f"redrive_{cause}": count for cause, count in self.table.redrives.items()}
+        return super().stats() | redrives
 
     def beat(self) -> Beat:
         return replace(super().beat(), load=self.table.num_sessions, term=self.table.term)

@@ -35,7 +35,7 @@ Cause = Literal[
     "tail",
     "unknown",
     "unanswered",
-    "moved",  # RouteLost by drain, preemption, gap at the detokenizer
+    "moved",  # RouteLost by a drain, or by a detokenizer that lacks ids
     "refused",  # retryable Failed before `Started`
     "failed",  # retryable Failed after `Started`
     "worker_death",

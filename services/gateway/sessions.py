@@ -306,7 +306,9 @@ class SessionTable:
         if found is None or found[1].epoch != message.epoch or found[1].state == "ended":
             return
         if message.retryable:
-            self._redrive(session, found[1], "failed" if message.started else "refused", now, error)
+            # `internal`: a process fell over this very leg, and must not for the rest of its time.
+            fell = message.started or message.code == "internal"
+            self._redrive(session, found[1], "failed" if fell else "refused", now, error)
         else:
             self._end(session, error)
 

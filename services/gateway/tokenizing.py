@@ -10,7 +10,9 @@ from shared.messages import Beat, Tokenized, encode
 from shared.subjects import inbox
 
 TRIES_MAX = 3
-PATIENCE_S = 0.3  # for an answer; a millisecond more for each KB of input
+PATIENCE_S = 0.3  # for the first answer; a millisecond more for each KB of input
+PATIENCE_GROWS = 4  # a tokenizer that beats is busy, not lost: 0.3, 1.2, 4.8 s
+BEHIND_S = 0.005  # more for each question of ours before it: asking again would double the work
 NOBODY_S = 5.0  # how long a session waits for any tokenizer to be there
 
 
@@ -50,7 +52,7 @@ class Tokenizing:
     def ask(self, request_id: str, now: float) -> MeshError | None:
         """Ask a tokenizer, unless one is being waited for. The error that ends the session."""
         question = self._open[request_id]
-        if question.tokenizer and now < question.until:
+        if question.tokenizer in self.tokenizers and now < question.until:
             return None
         if question.tokenizer and self.heard_at <= question.asked_at:
             question.counted -= 1  # nor has anybody else been heard: it is our own connection
@@ -67,10 +69,11 @@ class Tokenizing:
         question.attempt += 1
         question.counted += 1
         question.tried.append(tokenizer)
-        self.tokenizers.asked(tokenizer)
+        behind = self.tokenizers.asked(tokenizer)
         message = question.session.generate(self._gateway, question.attempt, now)
         self._outbox.put(inbox(tokenizer), message)
-        question.until = now + PATIENCE_S + len(encode(message)) / 1024 * 0.001
+        patience_s = PATIENCE_S * PATIENCE_GROWS ** (question.counted - 1) + BEHIND_S * behind
+        question.until = now + patience_s + len(encode(message)) / 1024 * 0.001
         return None
 
     def answered(self, message: Tokenized) -> Session | None:

@@ -22,6 +22,7 @@ class MeshView:
                 self._drop(message.instance)
             case Beacon() if (message.term, message.scheduler) >= self._beacon:
                 self._beacon = (message.term, message.scheduler)
+                self._heard.heard(message.scheduler, now)
                 self.queued = message.queued
 
     def tick(self, now: float) -> None:
@@ -35,6 +36,13 @@ class MeshView:
     def _drop(self, instance: str) -> None:
         self._heard.forget(instance)
         self._workers.pop(instance, None)
+        if instance == self._beacon[1]:
+            self.queued = 0  # went with it; the next leader's beacon says what came back
+
+    @property
+    def led(self) -> bool:
+        """Whether the pool's leader shows itself."""
+        return self._beacon[1] in self._heard
 
     @property
     def workers(self) -> int:

@@ -59,7 +59,8 @@ class Batcher:
     def add(self, sequence: Sequence, *, priority: int = 0, alone: bool = False) -> None:
         """Queue `sequence`; the caller has checked that it fits the pool when alone in it.
 
-        `alone` = it runs only while nothing else runs here, so that it harms nobody.
+        `alone` = until its first new id it runs only while nothing else runs here, so that it harms
+        nobody.
         """
         entry = Entry(sequence, priority, self._arrivals, alone)
         self._arrivals += 1
@@ -139,6 +140,7 @@ class Batcher:
             sequence.num_computed_tokens += row.num_tokens
             if outcome is not None:
                 sequence.output_ids.append(outcome.token_id)
+                self._entries[sequence].alone = False  # it has done no harm where harm was feared
             self._name_full_blocks(sequence, first_block)
 
     def check_integrity(self) -> None:

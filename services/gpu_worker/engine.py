@@ -109,6 +109,7 @@ class Engine:
             for body in self._channel.receive():
                 self._take(body)
             self._core.tick(time.monotonic())
+            self._count()  # what a long step keeps waiting is to be seen during it
             busy = self._step()
             self._send()
             self._count()
@@ -167,6 +168,7 @@ class Engine:
     def _count(self) -> None:
         core = self._core
         self._page.update(
+            counters=msgspec.json.encode(core.stats()),
             step=core.num_steps,
             load=core.load,
             waiting=core.waiting,

@@ -14,9 +14,11 @@ from shared.core import Outbox
 from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError, Overloaded
 from shared.ids import unpack_ids
 from shared.kv import HASH_SIZE
+from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import (
     Beacon,
+    BlocksFound,
     Cancel,
     End,
     EndedLeg,
@@ -28,7 +30,6 @@ from shared.messages import (
     ToWorker,
 )
 
-_LATE_TICK_S = 0.25  # a tick later than this means that this process slept
 _SALT_MAX = 64  # bytes; blake2b takes no longer key
 _BROKEN_STEPS_MAX = 3  # steps in a row in which every row raises: it is the model, not a request
 
@@ -98,10 +99,18 @@ class EngineCore:
     def prefill_tokens_waiting(self) -> int:
         return self.batcher.num_prefill_tokens
 
+    def stats(self) -> dict[str, int]:
+        """What was counted since the start."""
+        return {
+            **self.counters,
+            "steps": self.num_steps,
+            "preemptions": self.batcher.num_preemptions,
+        }
+
     # --- messages ---
 
     def receive(self, message: ToWorker, now: float) -> None:
-        """Take one message; beats and answers of L2 mean nothing to the engine yet."""
+        """Take one message."""
         match message:
             case Run():
                 self._run(message, now)
@@ -112,8 +121,8 @@ class EngineCore:
                 self._reports.renewed(message.gateway, answers)
             case Beacon():
                 self.term = max(self.term, message.term)
-            case _:
-                pass
+            case BlocksFound():
+                self.counters["blocks_found_unasked"] += 1  # the engine does not ask L2 yet
         self._reports.flush(self.num_steps)
 
     def _run(self, run: Run, now: float) -> None:
@@ -244,7 +253,7 @@ class EngineCore:
 
     def tick(self, now: float) -> None:
         """Reap legs whose gateway has not renewed them, unless this process was away."""
-        late = now - self._ticked_at > _LATE_TICK_S and not self._stepped
+        late = now - self._ticked_at > LATE_S and not self._stepped
         self._ticked_at, self._stepped = now, False
         if late:
             self.slept(now)

@@ -10,12 +10,12 @@ from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.engine_process import EngineProcess
 from services.gpu_worker.frames import Kind
 from services.gpu_worker.status_page import EngineStatus
-from shared import metrics
-from shared.actor import LATE_S, Actor, run_service
+from shared.actor import Actor, run_service
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status, settings
 from shared.errors import InvalidRequest, Unavailable
+from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import Beat, Died, ToWorker
 from shared.subjects import DIED, beacon
@@ -52,10 +52,10 @@ class GpuWorker(Actor):
 
     def on_payload(self, payload: bytes) -> None:
         """Hand over as it is: the engine decodes, with one typed decoder."""
-        self.handled += 1
-        metrics.MESSAGES.labels(self.role).inc()
-        if not self.engine.send(Kind.MESSAGE, payload):
-            metrics.DROPPED.labels(self.role, "full").inc()
+        if self.engine.send(Kind.MESSAGE, payload):
+            self.handled += 1
+        else:
+            self.drop("full")
 
     def on_disconnected(self, now: float) -> None:  # noqa: ARG002 the engine has its own clock
         self.engine.send(Kind.CONNECTION_LOST)
@@ -102,6 +102,10 @@ class GpuWorker(Actor):
             step_tokens=self.config.max_batched_tokens,
         )
 
+    def stats(self) -> dict[str, int]:
+        engine = msgspec.json.decode(self._status.counters or b"{}", type=dict[str, int])
+        return super().stats() | {f"engine_{name}": count for name, count in engine.items()}
+
     def status(self) -> Status:
         status = self._status
         extra: dict[str, int | str] = {
@@ -140,8 +144,7 @@ class GpuWorker(Actor):
         try:
             self.bus.publish(subject, payload)
         except InvalidRequest as error:
-            self.errors += 1
-            metrics.DROPPED.labels(self.role, "unsendable").inc()
+            self.drop("unsendable")
             log.error("unsendable", subject=subject, size=len(payload), error=error.detail)
 
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 _PHASE_BYTES = 32
 _DETAIL_BYTES = 512
+_COUNTERS_BYTES = 2048
 _GENERATION = struct.Struct("<Q")
-_BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}sd11q")
+_BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}s{_COUNTERS_BYTES}sd11q")
 _READS_MAX = 1000
 
 
@@ -21,6 +22,7 @@ class EngineStatus(NamedTuple):
 
     phase: str = "starting"
     detail: str = ""  # the stage of loading, or why the engine gave up
+    counters: bytes = b""  # JSON; decoded when somebody asks
     phase_started: float = 0.0
     phase_bound_ms: int = 0  # 0 = may last as long as it likes
     ready: int = 0
@@ -60,9 +62,10 @@ class StatusPage:
         """Writer: change fields of `EngineStatus`."""
         self._status = status = self._status._replace(**changes)
         _GENERATION.pack_into(self._memory, 0, self._generation + 1)
-        phase, detail, *numbers = status
-        body = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES], *numbers)
-        _BODY.pack_into(self._memory, _GENERATION.size, *body)
+        phase, detail, counters, *numbers = status
+        assert len(counters) <= _COUNTERS_BYTES
+        texts = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES], counters)
+        _BODY.pack_into(self._memory, _GENERATION.size, *texts, *numbers)
         self._generation += 2
         _GENERATION.pack_into(self._memory, 0, self._generation)
 
@@ -70,11 +73,13 @@ class StatusPage:
         """Reader: the last whole status (or the one before, if the writer died inside a write)."""
         for _ in range(_READS_MAX):
             (before,) = _GENERATION.unpack_from(self._memory)
-            phase, detail, *numbers = _BODY.unpack_from(self._memory, _GENERATION.size)
+            phase, detail, counters, *numbers = _BODY.unpack_from(self._memory, _GENERATION.size)
             (after,) = _GENERATION.unpack_from(self._memory)
             if before == after and before % 2 == 0:
                 if before:
-                    self._status = EngineStatus(_text(phase), _text(detail), *numbers)
+                    self._status = EngineStatus(
+                        _text(phase), _text(detail), counters.rstrip(b"\0"), *numbers
+                    )
                 break
         return self._status
 

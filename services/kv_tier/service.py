@@ -43,16 +43,20 @@ class KvTier(Actor):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def stats(self) -> dict[str, int]:
+        return super().stats() | {
+            "lookups": self.lookups,
+            "misses": self.misses,
+            "failures": self.failures,
+            "breaker_opened": self.breaker.opened,
+            "breaker_refused": self.breaker.refused,
+        }
+
     def beat(self) -> Beat:
         return msgspec.structs.replace(super().beat(), load=len(self._tasks))
 
     def status(self) -> Status:
-        extra: dict[str, int | str] = {
-            "breaker": self.breaker.state(self.clock()),
-            "lookups": self.lookups,
-            "misses": self.misses,
-            "failures": self.failures,
-        }
+        extra: dict[str, int | str] = {"breaker": self.breaker.state(self.clock())}
         return msgspec.structs.replace(super().status(), load=len(self._tasks), extra=extra)
 
     async def drain(self) -> None:

@@ -48,15 +48,18 @@ class Line:
         if not len(self):
             return
         steps = self._config.prefill_steps
-        self._place_apart(now)
+        first = self._queue.first(now)
+        if first is None or not first.redrive:  # those that a poisonous leg stopped go before it
+            self._place_apart(now)
+        workers = list(self._peers.workers.values())
         kept_free = self._kept_free()
-        workers = [worker for worker in self._peers.workers.values() if worker is not kept_free]
         for _ in range(self._config.runs_per_turn):
             first = self._queue.first(now)
             detokenizer = choose_detokenizer(self._peers.detokenizers.values())
             if first is None or detokenizer is None:
                 return
-            worker = choose_worker(workers, first.need, steps)
+            free = [w for w in workers if w is not kept_free or first.redrive]
+            worker = choose_worker(free, first.need, steps)
             if worker is not None:
                 self._queue.charge(first)
                 self._run(first, worker, detokenizer, now)
@@ -76,7 +79,7 @@ class Line:
                 continue
             del self._apart[entry.key]
             if alone:
-                worker.alone, worker.alone_at = entry.key, now
+                worker.isolate(entry.key, now)
             self._run(entry, worker, detokenizer, now)
 
     def _too_long(self, entry: Entry) -> bool:
@@ -85,7 +88,9 @@ class Line:
         return bool(here) and entry.need.tokens_max > max(beat.max_model_len for beat in here)
 
     def _kept_free(self) -> Peer | None:
-        """The worker that takes no new legs until it is empty, for a leg that must run alone."""
+        """The worker that takes no new legs until it is empty, for a leg that must run alone.
+        Re-drives it does take: their clients are in mid-sentence.
+        """
         ready = [worker for worker in self._peers.workers.values() if worker.placeable]
         if not ready or not any(entry.submit.alone for entry in self._apart.values()):
             return None

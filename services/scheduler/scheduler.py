@@ -112,8 +112,6 @@ class SchedulerCore:
                 self._beacon(message, now)
             case Died():
                 self._died(message, now)
-            case RouteLost():
-                self._leave((message.request_id, message.choice), message.epoch, now)
 
     def tick(self, now: float) -> None:
         """Judge what time has made true: our own sleep first."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shared.liveness import LastHeard
 from shared.messages import Beat
 
-SETTLE_S = 0.15  # a beat shows what was sent so long before it: one beat, the way, one step
+SETTLE_S = 0.15  # what was sent so long before its engine's phase began is in a beat: beat and way
 REMEMBER_S = 10.0  # a new leader repeats losses for so long
 DEAD_MAX = 4096  # instances known to be dead for good
 
@@ -35,6 +35,7 @@ class Peer:
     ended: int = 0  # legs that ended since the last beat
     alone: Key | None = None  # runs this leg and nothing else
     alone_at: float = 0.0
+    alone_step: int = 0
 
     @property
     def instance(self) -> str:
@@ -62,12 +63,18 @@ class Peer:
         stepped = beat.step != self.beat.step
         self.beat = beat
         self.ended = 0
-        while self.sent and next(iter(self.sent.values())).at <= now - SETTLE_S:
+        taken = now - beat.phase_age_ms / 1000 - SETTLE_S  # inside a step an engine takes nothing
+        while self.sent and next(iter(self.sent.values())).at <= taken:
             self._shown(next(iter(self.sent)))
         if self.hung and (stepped or not overdue(beat)):
             self.hung = False
-        if self.alone is not None and not self.num_legs and now - self.alone_at > 1.0:
+        survived = beat.phase == "decode" and beat.step > self.alone_step  # it has a new id
+        if survived or (not self.num_legs and now - self.alone_at > 1.0):
             self.alone = None
+
+    def isolate(self, key: Key, now: float) -> None:
+        """Give the worker to a leg whose workers died, until it has outlived that."""
+        self.alone, self.alone_at, self.alone_step = key, now, self.beat.step
 
     def send(self, sent: Sent) -> None:
         """A leg is on its way there."""

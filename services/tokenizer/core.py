@@ -1,12 +1,24 @@
-"""The tokenizer's mailbox: a question in, its answer out. The same question, the same answer."""
+"""The tokenizer's mailbox: a question in, its answer out. The same question, the same answer.
 
+Megabytes of prompts take seconds. They are encoded in slices, one per tick, so that short questions
+and heartbeats do not wait for them.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from services.tokenizer.config import Config
 from services.tokenizer.tokenizer import Tokenizer
 from shared.core import Outbox
-from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError
+from shared.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+)
 from shared.ids import pack_ids, unpack_ids
 from shared.kv import block_hashes
 from shared.messages import (
@@ -23,7 +35,22 @@ from shared.model_files import ModelFiles
 from shared.subjects import inbox
 
 DEFAULTS = Config()
+SLICE = 1 << 16  # characters, or ids, encoded at a time: tens of milliseconds
+JOBS_MAX = 16  # questions that need more than one slice, each up to 7 MB
+WIRE_MAX = 7 << 20  # bytes of ids, hashes or text in one answer; the bus takes 8 MB
+ID_BYTES = 5  # four for the id, one for its share of a block hash
 Asked = TypeVar("Asked", Generate, Detokenize)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A question on prompts, and what is done of it."""
+
+    question: Generate
+    until: float
+    sources: list[str | bytes]  # last one first
+    prompts: list[TokenizedPrompt] = field(default_factory=list)
+    num_ids: int = 0
 
 
 class TokenizerCore:
@@ -33,58 +60,92 @@ class TokenizerCore:
 
     def __init__(self, instance: str, files: ModelFiles, config: Config = DEFAULTS) -> None:
         self.outbox = Outbox()
+        self.counters: Counter[str] = Counter()  # answered, failed_<code>
         self._instance = instance
         self._files = files
         self._config = config
         self._tokenizer = Tokenizer(files, config.template_cpu_s)
+        self._jobs: dict[str, Job] = {}  # by request, the one whose turn is next first
 
-    def receive(self, message: ToTokenizer, now: float) -> None:  # noqa: ARG002 shape of a core
+    def receive(self, message: ToTokenizer, now: float) -> None:
         match message:
+            case Generate(request_id=known) if known in self._jobs:
+                self._jobs[known].question = message  # asked again: what is done stays done
             case Generate():
-                answer = self._answered(message, self._tokenized)
+                self._answer(message, lambda question: self._begin(question, now))
             case Detokenize():
-                answer = self._answered(message, self._detokenized)
-            case _:
-                return  # `Died`: whom to answer is in each question
-        self.outbox.put(inbox(message.gateway), answer)
+                self._answer(message, self._detokenized)
 
     def tick(self, now: float) -> None:
-        """Nothing waits here."""
+        """The next slice of one question."""
+        if self._jobs:
+            job = self._jobs.pop(next(iter(self._jobs)))
+            self._answer(job.question, lambda _: self._go_on(job, now))
 
-    def _answered(self, question: Asked, answer: Callable[[Asked], Message]) -> Message:
+    def _answer(self, question: Asked, answer: Callable[[Asked], Message | None]) -> None:
+        """Send what `answer` returns or raises; None = there is more to do."""
         try:
-            return answer(question)
+            message = answer(question)
         except MeshError as error:
-            return Failed(
+            self.counters[f"failed_{error.code}"] += 1
+            message = Failed(
                 request_id=question.request_id,
                 choice=-1,
                 epoch=question.attempt,
                 code=error.code,
                 detail=error.detail,
                 param=error.param,
+                retry_after_s=error.retry_after_s,
             )
+        else:
+            self.counters["answered"] += message is not None
+        if message is not None:
+            self.outbox.put(inbox(question.gateway), message)
 
-    def _tokenized(self, question: Generate) -> Tokenized:
-        return Tokenized(
-            request_id=question.request_id,
-            attempt=question.attempt,
-            tokenizer=self._instance,
-            prompts=[
-                TokenizedPrompt(pack_ids(ids), b"".join(block_hashes(ids, question.salt)))
-                for ids in self._prompts(question)
-            ],
-        )
-
-    def _prompts(self, question: Generate) -> list[list[int]]:
+    def _begin(self, question: Generate, now: float) -> Tokenized | None:
         if question.chat is not None:
-            return [self._checked(self._tokenizer.encode_chat(question.chat), "messages")]
+            ids = self._checked(self._tokenizer.encode_chat(question.chat), "messages")
+            return self._tokenized(question, [_prompt(ids, question.salt)])
         sources: Sequence[str | bytes] = question.texts or question.ids or ()
         if not 0 < len(sources) <= self._config.max_prompts:
             raise InvalidRequest(
                 f"prompt must be 1 to {self._config.max_prompts} prompts, not {len(sources)}",
                 param="prompt",
             )
-        return [self._checked(self._ids_of(source, question), "prompt") for source in sources]
+        until = now + question.deadline_ms / 1000 if question.deadline_ms else float("inf")
+        return self._go_on(Job(question, until, [*reversed(sources)]), now)
+
+    def _go_on(self, job: Job, now: float) -> Tokenized | None:
+        """One slice of `job`, which then waits for its next turn unless it is done."""
+        if now > job.until:
+            raise DeadlineExceeded("the prompts took too long to encode.")
+        enough = job.num_ids + SLICE
+        size = 0
+        while job.sources and size < SLICE and job.num_ids < enough:
+            source = job.sources.pop()
+            size += len(source) if isinstance(source, str) else 0
+            ids = self._checked(self._ids_of(source, job.question), "prompt")
+            job.num_ids += len(ids)
+            if job.num_ids * ID_BYTES > WIRE_MAX:
+                raise InvalidRequest(
+                    f"the prompts have more than {WIRE_MAX // ID_BYTES} tokens together",
+                    param="prompt",
+                )
+            job.prompts.append(_prompt(ids, job.question.salt))
+        if not job.sources:
+            return self._tokenized(job.question, job.prompts)
+        if len(self._jobs) >= JOBS_MAX:
+            raise Overloaded("too many long prompts are being encoded.", retry_after_s=1.0)
+        self._jobs[job.question.request_id] = job
+        return None
+
+    def _tokenized(self, question: Generate, prompts: list[TokenizedPrompt]) -> Tokenized:
+        return Tokenized(
+            request_id=question.request_id,
+            attempt=question.attempt,
+            tokenizer=self._instance,
+            prompts=prompts,
+        )
 
     def _ids_of(self, source: str | bytes, question: Generate) -> list[int]:
         if isinstance(source, str):
@@ -123,9 +184,16 @@ class TokenizerCore:
                 f"tokens: id {outside} is outside the vocabulary of {vocabulary.size}",
                 param="tokens",
             )
+        text = vocabulary.text(ids, question.skip_special_tokens)
+        if len(text.encode()) > WIRE_MAX:
+            raise InvalidRequest(f"tokens: their text is over {WIRE_MAX} bytes", param="tokens")
         return Detokenized(
             request_id=question.request_id,
             attempt=question.attempt,
             tokenizer=self._instance,
-            text=vocabulary.text(ids, question.skip_special_tokens),
+            text=text,
         )
+
+
+def _prompt(ids: list[int], salt: bytes) -> TokenizedPrompt:
+    return TokenizedPrompt(pack_ids(ids), b"".join(block_hashes(ids, salt)))

@@ -18,7 +18,6 @@ class TokenizerActor(Actor):
 
     role = "tokenizer"
     mailbox = ToTokenizer
-    mailbox_limit: ClassVar[int] = 1024  # each may be megabytes; older ones were asked elsewhere
     survives_errors: ClassVar[bool] = True  # a function has no state to spoil
 
     def __init__(self, launch: Launch, bus: Bus, clock: Clock = monotonic) -> None:

@@ -1,8 +1,9 @@
 """A model's chat template: a sandbox, a limit of processor time, and errors that are the client's.
 
-Templates come with the model, not with requests; they are sandboxed all the same. The limit is a
-signal on the process's own processor time, raised inside the render: a child process per render
-would cost more than the whole request, and cannot be kept warm without a second protocol.
+Templates come with the model, not with requests; they are sandboxed all the same. The limit covers
+what is done to the client's strings as well. It is a signal on the process's own processor time,
+raised inside the render: a child process per render would cost more than the whole request, and
+cannot be kept warm without a second protocol.
 """
 
 import contextlib
@@ -48,32 +49,15 @@ class ChatTemplate:
 
     def render(self, chat: ChatPrompt, control: ControlTexts) -> tuple[str, Shield]:
         """`chat` as hidden text, and the shield that reveals it. Raises `InvalidRequest`."""
-        messages = [_plain(message, n) for n, message in enumerate(chat.messages)]
-        if not messages:
+        if not chat.messages:
             raise InvalidRequest("messages is empty", param="messages")
         try:
-            shield = Shield(control, [messages, chat.tools, chat.template_kwargs, self._source])
-            hidden = shield.messages(messages)
-            values = shield.data(chat.template_kwargs) | {"tools": shield.data(chat.tools)}
-        except RecursionError as error:
-            raise InvalidRequest("messages: nested too deeply", param="messages") from error
-        if chat.continue_final_message:
-            hidden[-1]["content"] += shield.mark
-        values["messages"] = hidden
-        values["add_generation_prompt"] = (
-            chat.add_generation_prompt and not chat.continue_final_message
-        )
-        text = self._run(self._names | values)
-        if chat.continue_final_message:
-            text, mark, _ = text.rpartition(shield.mark)
-            if not mark:
-                raise InvalidRequest("the template leaves the last message out", param="messages")
-        return text, shield
-
-    def _run(self, values: dict[str, Any]) -> str:
-        try:
             with _cpu_limit(self._cpu_s):
-                return self._template.render(values)
+                return self._render(chat, control)
+        except InvalidRequest:
+            raise
+        except RecursionError:
+            reason = "RecursionError: nested too deeply"
         except TemplateTooSlow:
             reason = f"took more than {self._cpu_s} s of processor time"
         except jinja2.TemplateError as error:
@@ -81,6 +65,24 @@ class ChatTemplate:
         except Exception as error:  # noqa: BLE001 a template meets data it was not written for
             reason = f"{type(error).__name__}: {error}"
         raise InvalidRequest(f"chat template: {reason}", param="messages")
+
+    def _render(self, chat: ChatPrompt, control: ControlTexts) -> tuple[str, Shield]:
+        messages = [_plain(message, n) for n, message in enumerate(chat.messages)]
+        shield = Shield(control, [messages, chat.tools, chat.template_kwargs, self._source])
+        hidden = shield.messages(messages)
+        values = shield.data(chat.template_kwargs) | {"tools": shield.data(chat.tools)}
+        if chat.continue_final_message:
+            hidden[-1]["content"] += shield.mark
+        values["messages"] = hidden
+        values["add_generation_prompt"] = (
+            chat.add_generation_prompt and not chat.continue_final_message
+        )
+        text = self._template.render(self._names | values)
+        if chat.continue_final_message:
+            text, mark, _ = text.rpartition(shield.mark)
+            if not mark:
+                raise InvalidRequest("the template leaves the last message out", param="messages")
+        return text, shield
 
 
 def _plain(message: Any, number: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from shared.errors import ContextLengthExceeded, InvalidRequest
 from shared.messages import ChatPrompt
 from shared.model_files import BpeParts, ModelFileError, ModelFiles
 
+WINDOW = 16384  # characters; several seconds of work are seen to be too much after a tenth of one
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,9 +38,8 @@ class Tokenizer:
 
         The beginning-of-text id is put before it unless it is there already.
         """
-        self._check_size(text)
         self._encoder.encode_special_tokens = False
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        ids = self._encode(text, "prompt")
         if add_special_tokens and ids[: len(self._prefix)] != self._prefix:
             ids = self._prefix + ids
         return ids
@@ -49,28 +49,41 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         text, shield = self._template.render(chat, self._control_texts)
-        self._check_size(text)
+        self._encoder.encode_special_tokens = True  # as ordinary text, that is
         ids: list[int] = []
         for number, piece in enumerate(self._control_texts.split(text)):
+            if len(ids) > self._files.max_model_len:
+                raise self._too_long(text, "messages")
             if number % 2:  # a control token
                 ids.append(self._control[piece])
             elif piece:
-                ids += self._encode_plain(shield.reveal(piece))
+                ids += self._encode(shield.reveal(piece), "messages")
         return ids
 
-    def _encode_plain(self, text: str) -> list[int]:
-        self._encoder.encode_special_tokens = True  # as ordinary text, that is
+    def _encode(self, text: str, param: str) -> list[int]:
+        """The ids of `text`; what is far too long is refused after no more work than what fits.
+
+        Windows are counted first. A cut adds less ids than the longest token has bytes, and
+        otherwise no text has twice as many ids in pieces as it has whole.
+        """
+        limit, longest = self._files.max_model_len, self._files.vocabulary.token_bytes_max
+        if len(text) > limit * longest:
+            raise self._too_long(text, param)
+        most, count = 2 * limit, 0
+        for start in range(0, len(text) if len(text) > WINDOW else 0, WINDOW):
+            count += len(self._encoder.encode(text[start : start + WINDOW]))
+            most += longest
+            if count > most:
+                raise self._too_long(text, param)
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _check_size(self, text: str) -> None:
-        """Refuse before encoding what cannot fit even in the longest tokens."""
-        limit = self._files.max_model_len
-        if len(text) > limit * self._files.vocabulary.token_bytes_max:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. "
-                f"However, your input of {len(text)} characters is longer than that."
-            )
+    def _too_long(self, text: str, param: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"This model's maximum context length is {self._files.max_model_len} tokens. "
+            f"However, your input of {len(text)} characters is longer than that.",
+            param=param,
+        )
 
     def _find_prefix(self) -> list[int]:
         """The ids that belong before a text: what a Hugging Face post-processor puts there."""

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from deploy.child import Child, ChildSpec, Command, describe
+from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, SilencePolicy
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
@@ -195,6 +197,33 @@ async def test_a_program_that_is_not_there_is_given_up(tmp_path: Path) -> None:
 
     assert child.state == "failed"
     assert child.reason == "cannot be started: No such file or directory"
+
+
+async def test_a_child_that_has_run_outlasts_a_full_disk(tmp_path: Path) -> None:
+    """Once it has run, it is started again however often its launch file could not be written."""
+    watched = Watched(tmp_path, "well")
+    refusals = 0
+
+    def command(instance: str, status_fd: int) -> Command:
+        nonlocal refusals
+        if watched.deaths and refusals < 2 * SWIFT.limit:
+            refusals += 1
+            raise ClusterError("The disk is full.")
+        return well(instance, status_fd)
+
+    well = watched.child.spec.command
+    restart = msgspec.structs.replace(SWIFT, cap_s=0.01)
+    watched.child.spec = msgspec.structs.replace(
+        watched.child.spec, command=command, restart=restart
+    )
+    async with watched.running() as child:
+        await watched.until(lambda: child.state == "ready")
+        child.kill("killed")
+        await watched.until(lambda: child.state in {"ready", "failed"})
+
+        assert child.state == "ready"
+    refused = ["cannot be started: The disk is full."] * (2 * SWIFT.limit)
+    assert [why for _, why in watched.deaths] == ["killed", *refused]
 
 
 def test_ends_in_words() -> None:

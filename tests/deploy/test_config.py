@@ -54,6 +54,8 @@ def test_values_are_toml_or_else_text(text: str, value: object) -> None:
     [
         (["cluster.prot=1"], "prot"),
         (["cluster.port=http"], r"\[cluster\].*port"),
+        (["cluster.port=99999"], r"\[cluster\].*port"),
+        (["cluster.drain_s=-1"], "drain_s"),
         (["cluster.restart.limits=1"], "limits"),
         (["redis.maxmemory=1"], "maxmemory"),
         (["nats.port=1"], "port"),

@@ -66,7 +66,7 @@ def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) ->
             gateway = name == "gateway-0"
             assert launch.listen_fd == (7 if gateway else None)
             assert command.pass_fds == ((7,) if gateway else ())
-            assert launch.settings == ({"ping_s": 3} if gateway else {})
+            assert launch.settings == ({"drain_s": 10, "ping_s": 3} if gateway else {})
     assert not file.exists()
 
 

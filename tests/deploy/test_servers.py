@@ -32,6 +32,15 @@ def test_what_is_written_is_private(starter: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("starter", [start_nats, start_redis])
+def test_any_name_will_do(starter: object, tmp_path: Path) -> None:
+    """What means something in a configuration file or a URL means nothing in a path."""
+    run_dir = tmp_path / '"a" #50%41\\n{é}?\'@b $c'
+    running = starter(run_dir)  # type: ignore[operator]
+    running.stop()
+    assert str(run_dir) in running.server.url_shown or running.server.name == "nats"
+
+
+@pytest.mark.parametrize("starter", [start_nats, start_redis])
 def test_stop_leaves_nothing_even_of_a_paused_server(starter: object, tmp_path: Path) -> None:
     running = starter(tmp_path)  # type: ignore[operator]
     os.kill(running.process.pid, signal.SIGSTOP)

@@ -136,7 +136,7 @@ async def test_ctrl_c_while_it_comes_up_leaves_nothing(run_dir: Path) -> None:
     """Interrupting `shoal up` takes the detached supervisor along."""
     process = await asyncio.create_subprocess_exec(
         *[sys.executable, "-m", "deploy.cli", "up", "--port", "0"],
-        *["--run-dir", str(run_dir), *NO_SERVICES],
+        *["--run-dir", str(run_dir), *NO_SERVICES, "gateway.replicas=1"],  # never ready alone
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
@@ -238,6 +238,35 @@ def test_what_needs_a_mesh_says_that_none_is_up(run_dir: Path, verb: str) -> Non
     assert refused.returncode == 1
     assert refused.stderr.count("\n") == 1
     assert f"No mesh is up in {run_dir}" in refused.stderr
+
+
+def test_a_reader_that_goes_away_costs_only_the_showing(run_dir: Path) -> None:
+    """`shoal up | head -1`: no traceback, and the mesh is up; so with `status | head`."""
+    for command in (["up", "--port", "0", "--no-sample", *NO_SERVICES], ["status"]):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", *command, "--run-dir", str(run_dir)],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+        os.close(write_end)
+        assert (done.returncode, done.stderr) == (141, b"")
+        while said(run_dir)["state"] != "ready":
+            pass
+
+
+@pytest.mark.parametrize("verb", ["up", "status", "down", "logs"])
+def test_a_file_is_no_run_directory(tmp_path: Path, verb: str) -> None:
+    """A run directory that is a file is one sentence, whatever is asked."""
+    (tmp_path / "file").write_text("")
+    refused = shoal(tmp_path / "file", verb)
+
+    assert refused.returncode == 1
+    assert refused.stderr.count("\n") == 1
+    assert str(tmp_path / "file") in refused.stderr
 
 
 def test_down_twice_is_fine(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import nats
 import openai
 
 START_S = 180.0
@@ -75,6 +76,25 @@ class Mesh:
     @property
     def base_url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    async def insider(self) -> nats.NATS:
+        """A plain NATS client with the credentials of a service."""
+        launch = json.loads((self.run_dir / "launch" / "gateway-0.json").read_text())
+        return await nats.connect(
+            launch["nats_url"], user=launch["nats_user"], password=launch["nats_password"]
+        )
+
+    async def outsider(self) -> nats.NATS:
+        """A plain NATS client with the credentials that the run directory gives to outsiders. What
+        the server refuses it is not printed.
+        """
+        access = json.loads((self.run_dir / "public.json").read_text())
+
+        async def silent(_error: Exception) -> None: ...
+
+        return await nats.connect(
+            access["url"], user=access["user"], password=access["password"], error_cb=silent
+        )
 
     def client(self) -> openai.AsyncOpenAI:
         """The official client, without its own retries."""

@@ -34,7 +34,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
     """Two clusters serve side by side; one taken down and one killed leave nothing."""
-    first, second = (Mesh(tmp_path / name, "--engine", "sim") for name in "ab")
+    first, second = (Mesh(tmp_path / name, "--engine", "sim") for name in ("a", "b c"))
     first.start()
     second.start()
     assert first.port != second.port
@@ -48,12 +48,13 @@ async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
     first.stop()
     os.kill(second.status()["supervisor_pid"], signal.SIGKILL)
     async with asyncio.timeout(20):
-        while any(alive(pid) for pid in pids):
+        while any(alive(pid) for pid in pids) or leftovers(second.run_dir):
             await asyncio.sleep(0.05)
-    second.stop()  # sweeps what a killed supervisor could not
 
     assert leftovers(first.run_dir) == []
-    assert leftovers(second.run_dir) == []
+    for mesh in (first, second):
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(mesh.host, mesh.port)
 
 
 async def test_a_hugging_face_directory_serves_and_its_template_may_refuse(tmp_path: Path) -> None:
@@ -99,3 +100,43 @@ def test_what_cannot_start_says_why(tmp_path: Path, options: list[str], words: s
     assert told.returncode != 0
     assert words in told.stderr
     assert "Traceback" not in told.stderr + told.stdout
+
+
+async def test_up_ends_with_an_answer_and_the_base_url(tmp_path: Path) -> None:
+    """`shoal up` as `make up` calls it: an answer, then where to ask; `shoal chat` asks there."""
+    mesh = Mesh(tmp_path / "run")
+    told = mesh.shoal("up", "--port", "0", "--engine", "sim")
+    try:
+        assert told.returncode == 0, told.stdout + told.stderr
+        *_, question, answer, _, where = told.stdout.splitlines()
+        status = mesh.status()
+        assert question.startswith("> ")
+        assert len(answer.split()) > 10
+        assert where.startswith(f"http://127.0.0.1:{status['port']}/v1 ")
+        chat = mesh.shoal("chat", "--once", "And why?")
+        assert (chat.returncode, len(chat.stdout.split()) > 10) == (0, True)
+    finally:
+        mesh.stop()
+
+
+async def test_down_tells_a_stream_that_outlasts_the_drain(tmp_path: Path) -> None:
+    """`cluster.drain_s` is the gateways' too: what still runs then ends with a typed error."""
+    mesh = Mesh(tmp_path / "run", "--engine", "sim", "cluster.drain_s=1")
+    mesh.start()
+    try:
+        async with mesh.client() as client:
+            stream = await client.completions.create(
+                model=mesh.model,
+                prompt="x",
+                max_tokens=8000,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            await anext(stream)
+            stopping = asyncio.create_task(asyncio.to_thread(mesh.stop))
+            with pytest.raises(openai.APIError) as caught:
+                [_ async for _ in stream]
+            assert caught.value.code == "unavailable"
+            await stopping
+    finally:
+        mesh.stop()

@@ -1,11 +1,11 @@
 """The smallest actor and core, and messages to feed them."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 
-from shared import metrics
 from shared.actor import Actor
 from shared.clock import Clock, monotonic
 from shared.config import Launch
@@ -31,12 +31,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
+        self.counters: Counter[str] = Counter()
         self.log: list[Any] = []
 
     def receive(self, message: Any, now: float) -> None:  # noqa: ARG002
         if isinstance(message, StepDone) and message.step < 0:
             raise ValueError("the core")
         self.log.append(message)
+        self.counters["received"] += 1
         if isinstance(message, Detokenize):
             if message.ids == b"raise":
                 raise ValueError("the core")
@@ -128,8 +130,3 @@ def submit(deadline_ms: int = 0) -> Submit:
         sampling=SamplingParams(max_tokens=1),
         deadline_ms=deadline_ms,
     )
-
-
-def dropped(reason: str) -> float:
-    value: float = metrics.DROPPED.labels("tokenizer", reason)._value.get()
-    return value

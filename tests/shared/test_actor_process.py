@@ -30,7 +30,7 @@ from shared.core import Outbox
 from shared.messages import Cancel
 
 class Core:
-    def __init__(self): self.outbox = Outbox()
+    def __init__(self): self.outbox, self.counters = Outbox(), {}
     def tick(self, now): pass
     def receive(self, message, now): raise ValueError("the core")
 

@@ -80,7 +80,7 @@ async def test_a_disconnected_bus() -> None:
     one.reconnect()
     await eventually(lambda: len(heard_by_other) == 2)
     assert heard_by_other == [b"12345", b"67890"]
-    assert (heard_by_one, one.dropped_publishes, one.reconnects) == ([], 1, 1)
+    assert (heard_by_one, one.counters["dropped_publishes"], one.reconnects) == ([], 1, 1)
 
 
 async def test_unsubscribed_and_closed_leave_nothing() -> None:

@@ -5,7 +5,8 @@ Source: OpenAI API reference, "Create chat completion"; vLLM's extra fields wher
 
 from typing import Any
 
-from services.gateway.events import SessionSpec
+from msgspec.structs import replace
+
 from services.gateway.openai.decode import check_plain, decode
 from services.gateway.openai.request import (
     TOKENS_MAX,
@@ -14,15 +15,10 @@ from services.gateway.openai.request import (
     Checked,
     GenerateFields,
     check_common,
-    choices,
     includes_usage,
     integer,
-    priority,
     refuse,
-    salt,
-    sampling_params,
-    seed,
-    text_params,
+    session_spec,
 )
 from shared.errors import InvalidRequest
 from shared.messages import ChatPrompt
@@ -62,22 +58,10 @@ def check_chat(
     fields.stream = streams if fields.stream is None else fields.stream
     check_common(fields, caller)
     _refuse_tools(fields)
-    max_tokens = _max_tokens(fields)
+    chat = chat_prompt(fields)
+    spec = session_spec(fields, caller, 1, _max_tokens(fields), _logprobs(fields))
     return Checked(
-        spec=SessionSpec(
-            request_id=caller.request_id,
-            model=caller.model,
-            tenant=caller.tenant,
-            chat=chat_prompt(fields),
-            n=choices(fields, 1, caller),
-            max_tokens=max_tokens,
-            seed=seed(fields),
-            sampling=sampling_params(fields, max_tokens, _logprobs(fields)),
-            text=text_params(fields),
-            priority=priority(fields),
-            salt=salt(fields, caller),
-            timeout_s=caller.timeout_s,
-        ),
+        spec=replace(spec, chat=chat),
         endpoint="chat",
         stream=bool(fields.stream),
         include_usage=includes_usage(fields),
@@ -123,6 +107,7 @@ def chat_prompt(fields: ChatFields) -> ChatPrompt:
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
             param="continue_final_message",
         )
+    check_plain(fields.messages, "messages")
     template_kwargs = fields.chat_template_kwargs or {}
     check_plain(template_kwargs, "chat_template_kwargs")
     return ChatPrompt(
@@ -139,7 +124,6 @@ def _message(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise InvalidRequest(
             f"'{where}.role' must be one of {', '.join(sorted(ROLES))}.", param=f"{where}.role"
         )
-    check_plain(raw, where)
     # `developer` is the newer name of `system`; templates of open models know the older one.
     return {
         **raw,

@@ -5,7 +5,8 @@ Source: OpenAI API reference, "Create completion (legacy)"; vLLM's extra fields 
 
 from typing import Any
 
-from services.gateway.events import SessionSpec
+from msgspec.structs import replace
+
 from services.gateway.openai.decode import decode
 from services.gateway.openai.request import (
     TOKENS_MAX,
@@ -14,14 +15,9 @@ from services.gateway.openai.request import (
     Checked,
     GenerateFields,
     check_common,
-    choices,
     includes_usage,
     integer,
-    priority,
-    salt,
-    sampling_params,
-    seed,
-    text_params,
+    session_spec,
 )
 from shared.errors import InvalidRequest
 
@@ -48,26 +44,14 @@ def check_completion(
     check_common(fields, caller)
     if fields.suffix:
         raise InvalidRequest("'suffix' is not supported.", param="suffix")
-    texts, ids = prompts(fields.prompt)
+    texts, ids = prompts(fields.prompt, caller.choices_max)
     echo = bool(fields.echo)
     asked = integer(fields.max_tokens, "max_tokens", MAX_TOKENS, 0 if echo else 1, TOKENS_MAX)
     max_tokens = max(asked, 1)  # an echo of the prompt alone runs one token and drops it
+    spec = session_spec(fields, caller, len(texts or ids or []), max_tokens, _logprobs(fields))
     return Checked(
-        spec=SessionSpec(
-            request_id=caller.request_id,
-            model=caller.model,
-            tenant=caller.tenant,
-            texts=texts,
-            ids=ids,
-            add_special_tokens=fields.add_special_tokens is not False,
-            n=choices(fields, len(texts or ids or []), caller),
-            max_tokens=max_tokens,
-            seed=seed(fields),
-            sampling=sampling_params(fields, max_tokens, _logprobs(fields)),
-            text=text_params(fields),
-            priority=priority(fields),
-            salt=salt(fields, caller),
-            timeout_s=caller.timeout_s,
+        spec=replace(
+            spec, texts=texts, ids=ids, add_special_tokens=fields.add_special_tokens is not False
         ),
         endpoint="completions",
         stream=bool(fields.stream),
@@ -86,10 +70,10 @@ def _logprobs(fields: CompletionFields) -> int | None:
     return integer(fields.logprobs, "logprobs", 0, 0, TOP_LOGPROBS_MAX)
 
 
-def prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]] | None]:
+def prompts(prompt: Any, count_max: int) -> tuple[list[str] | None, list[list[int]] | None]:
     """`prompt` as texts or as ids: a string, strings, ids, or lists of ids.
 
-    Raises `InvalidRequest` for anything else and for an empty prompt.
+    Raises `InvalidRequest` for anything else, for an empty prompt and for too many.
     """
     if isinstance(prompt, str):
         prompt = [prompt]
@@ -97,11 +81,13 @@ def prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]] | None]:
         raise InvalidRequest(
             "'prompt' must be a string, a list of strings, or token ids.", param="prompt"
         )
-    if prompt and all(type(item) is int for item in prompt):
+    if set(map(type, prompt)) == {int}:
         prompt = [prompt]
+    if len(prompt) > count_max:
+        raise InvalidRequest(f"'prompt' has more than {count_max} prompts.", param="prompt")
     if not prompt or not all(prompt):
         raise InvalidRequest("'prompt' must not be empty.", param="prompt")
-    if all(isinstance(item, str) for item in prompt):
+    if set(map(type, prompt)) == {str}:
         return prompt, None
     for item in prompt:
         _check_ids(item)
@@ -109,7 +95,7 @@ def prompts(prompt: Any) -> tuple[list[str] | None, list[list[int]] | None]:
 
 
 def _check_ids(ids: Any) -> None:
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+    if not isinstance(ids, list) or set(map(type, ids)) != {int}:
         raise InvalidRequest(
             "'prompt' must be a string, a list of strings, or token ids.", param="prompt"
         )

@@ -8,11 +8,12 @@ import torch
 from msgspec import Meta, Struct
 
 from services.gpu_worker.loader.assemble import Names, assemble
-from services.gpu_worker.loader.safetensors import SafeTensors, read_json
+from services.gpu_worker.loader.safetensors import SafeTensors
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights
 from services.gpu_worker.models.families import FAMILIES, Family, windows_of
 from services.gpu_worker.models.rope import Rope, RopeError, RopeScaling
 from shared.gguf_file import ModelFileError
+from shared.model_files import read_json
 
 _Positive = Annotated[int, Meta(gt=0)]
 _Rate = Annotated[float, Meta(gt=0)]

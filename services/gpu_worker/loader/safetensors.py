@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.gguf_file import ModelFileError
+from shared.model_files import read_json
 
 _DTYPES = ("F32", "F16", "BF16")
 
@@ -67,12 +67,3 @@ class SafeTensors:
             return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
             raise ModelFileError(file, "file", str(error)) from error
-
-
-def read_json(file: Path, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except OSError as error:
-        raise ModelFileError(file, "file", str(error)) from error
-    except msgspec.MsgspecError as error:
-        raise ModelFileError(file, "content", str(error)) from error

@@ -196,7 +196,7 @@ def test_higher_epoch_takes_over_and_lower_ones_are_late() -> None:
     text = bench.one(record(2, b"XY", context(b"ab"), epoch=2))
     assert (text.epoch, text.index, text.text) == (2, 2, "XY")
     assert bench.step(record(3, b"d"), record(0, b"q", context())) == []
-    assert bench.legs.counts["late"] == 2
+    assert bench.legs.counters["late"] == 2
 
 
 def test_context_at_a_known_epoch_is_ignored() -> None:

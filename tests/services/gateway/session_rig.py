@@ -45,12 +45,12 @@ class Rig:
         taken = [(e.subject.rsplit(".", 1)[1], e.message) for e in self.table.outbox.take()]
         return [pair for pair in taken if kind is None or isinstance(pair[1], kind)]
 
-    def pass_time(self, seconds: float) -> None:
-        """Tick through it, with everybody else alive."""
+    def pass_time(self, seconds: float, beating: tuple[str, ...] = ("t0", "t1")) -> None:
+        """Tick through it, with these tokenizers alive."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 0.05, until)
-            for tokenizer in ("t0", "t1"):
+            for tokenizer in beating:
                 self.say(Beat(instance=tokenizer, role="tokenizer", seq=1))
             self.table.tick(self.now)
 

@@ -10,6 +10,7 @@ import pytest
 from shared.bus import Delivery
 from shared.client import Client, FramesLost, RequestFailed
 from shared.errors import DeadlineExceeded, Unavailable
+from shared.publish import is_inbox
 from shared.subjects import GENERATE
 from shared.testing import MemoryBroker, MemoryBus, eventually
 from tests.services.gateway.fake_mesh import Front, front
@@ -150,6 +151,18 @@ async def test_answers_go_to_inboxes_only(edge: Front, outsider: Outsider) -> No
 
     assert len({frame["request_id"] for frame in outsider.frames}) == 1
     assert len(edge.mesh.generated) == 1
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", "mesh.v1.died", "_INBOX", "_INBOX.", "_INBOX.>", "_INBOX.*", "_INBOX.a..b", "_INBOX.a b",
+     "_INBOX.\u00e9", "_INBOX.a\r\nPUB x", "_INBOX." + "a" * 600, "x_INBOX.a", "_INBOXa"],
+)  # fmt: skip
+def test_what_is_no_inbox(reply: str) -> None:
+    """NATS passes on replies that it would not take as a subject; nothing is tried with them."""
+    assert not is_inbox(reply)
+    assert is_inbox("_INBOX.a")
+    assert is_inbox("_INBOX.Xy_-1.2")
 
 
 async def test_keys_guard_the_bus_too() -> None:

@@ -80,7 +80,7 @@ class Asked:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.tokenizer = "a"
-        self.calls = Calls(self.outbox, lambda: self.tokenizer)
+        self.calls = Calls(self.outbox, lambda: self.tokenizer, limit=1)
         self.answers: list[Any] = []
         question = Detokenize(request_id="r", attempt=0, gateway="g", ids=b"")
         self.calls.ask(question, self.answers.append, 0.0)
@@ -103,6 +103,16 @@ def test_a_call_is_answered_once() -> None:
     assert not asked.calls.receive(answer)
     assert asked.answers == [answer]
     assert len(asked.calls) == 0
+
+
+def test_too_many_calls_are_refused() -> None:
+    """Over the limit a question is answered at once, and those open go on."""
+    asked = Asked()
+    other = Detokenize(request_id="s", attempt=0, gateway="g", ids=b"")
+    asked.calls.ask(other, asked.answers.append, 0.0)
+
+    assert isinstance(asked.answers[0], Overloaded)
+    assert asked.calls.receive(Detokenized(request_id="r", attempt=1, tokenizer="a", text="x"))
 
 
 def test_a_call_that_fails_is_an_error() -> None:
@@ -170,11 +180,15 @@ def test_the_view_is_of_those_alive() -> None:
     view = MeshView()
     view.receive(worker("a", 2), 0.0)
     view.receive(worker("b", 3), 0.9)
-    view.receive(Beacon(scheduler="s", term=2, pool="p", queued=5), 0.0)
-    view.receive(Beacon(scheduler="t", term=1, pool="p", queued=50), 0.0)
+    view.receive(Beacon(scheduler="s", term=2, pool="p", queued=5), 0.9)
+    view.receive(Beacon(scheduler="t", term=1, pool="p", queued=50), 0.9)
+    assert view.led
     assert (view.running, view.waiting, view.workers) == (5, 7, 2)
     assert (view.blocks_free, view.blocks_total) == (8, 20)
     view.tick(1.1)
     assert view.running == 3
     view.receive(Died(instance="b", reason="killed"), 1.1)
     assert (view.running, view.waiting, view.blocks_total) == (0, 5, 0)
+    view.tick(1.95)
+    assert not view.led
+    assert view.waiting == 0, "a queue goes with its leader"

@@ -254,6 +254,8 @@ async def test_metrics_count_a_request(edge: Front) -> None:
     assert moved("vllm:e2e_request_latency_seconds_count") == 1
     stop = '{finished_reason="stop",gateway="gateway-0",model_name="tiny"}'
     assert moved("vllm:request_success_total", stop) == 1
+    ended = '{event="end_finished",gateway="gateway-0"}'
+    assert moved("shoal:process_events_total", ended) == 1
     assert after['shoal:kv_blocks_total{model_name="tiny"}'] == 100
     assert after["shoal:sessions" + own] == 0
 

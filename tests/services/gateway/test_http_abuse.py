@@ -80,6 +80,29 @@ async def test_a_slow_body_is_a_408() -> None:
             assert await reader.read() == b""
 
 
+async def test_large_bodies_get_a_turn_of_the_loop_each() -> None:
+    """Ten that arrive at once are not decoded in one go: beats and tokens go out in between."""
+    async with front() as edge:
+        turns: list[int] = []
+        decoded = 0
+        running = True
+
+        def turn() -> None:
+            turns.append(decoded)
+            if running:
+                asyncio.get_running_loop().call_soon(turn)
+
+        async def large() -> None:
+            nonlocal decoded
+            async with edge.gateway.edge.turn(1 << 20):
+                decoded += 1
+
+        turn()
+        await asyncio.gather(*(large() for _ in range(10)))
+        running = False
+        assert {*range(10)} <= {*turns}
+
+
 async def test_an_announced_oversize_body_is_refused_unread() -> None:
     """Content-Length over the limit is a 413 before a byte of the body is read."""
     async with front(body_bytes_max=1000) as edge, connected(edge) as (reader, writer):

@@ -98,6 +98,17 @@ async def test_a_deadline_is_a_504(edge: Front) -> None:
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
 
 
+async def test_an_echo_takes_no_longer_than_the_request(edge: Front) -> None:
+    """Text of the prompt that does not come in time is the same typed 504."""
+    edge.mesh.script.tokenizer_silent = True
+    status, body, _ = await edge.post(
+        "/v1/completions",
+        {"prompt": [[1], [2]], "echo": True, "max_tokens": 2},
+        {"X-Request-Timeout-Ms": "150"},
+    )
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+
+
 async def test_a_deadline_in_the_middle_is_an_event(edge: Front) -> None:
     """A stream past its deadline ends with the typed error, and is cancelled at the worker."""
     edge.mesh.script.stuck_after = 2

@@ -56,7 +56,7 @@ def deep(levels: int) -> Any:
         ("max_tokens", [-1, 2**40]),
         ("min_tokens", [-1]),
         ("seed", [2**63, -(2**63) - 1, 2**80, 1.5]),
-        ("stop", ["", [""], ["a", ""], ["x"] * 65, "x" * 5000, 5]),
+        ("stop", ["", [""], ["a", ""], ["x"] * 65, "x" * 5000, ["x" * 2049] * 2, 5]),
         ("stop_token_ids", [[-1], [2**31], ["a"], list(range(300))]),
         ("logit_bias", [{"-1": 1}, {"x": 1}, {"5": 101}, {"5": -101}, {str(2**31): 1}, [1]]),
         ("stream_options", [{"include_usage": True}]),
@@ -97,8 +97,11 @@ def test_a_bad_value_is_refused_by_name(check: Any, field: str, bad: list[Any]) 
         ({"messages": user(["x"])}, "messages[0].content[0].type"),
         ({"messages": user([{"type": "image_url"}])}, "messages[0].content[0].type"),
         ({"messages": user([{"type": "text", "text": 1}])}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": "x", "extra": deep(40)}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": "x", "extra": 2**70}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "x", "extra": deep(40)}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "extra": 2**70}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x", "extra": [0] * 65_535}]}, "messages"),
+        ({"messages": user([{"type": "text", "text": ""}] * 22_000)}, "messages"),
+        ({"chat_template_kwargs": {"x": [0] * 65_536}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"x": deep(40)}}, "chat_template_kwargs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -273,7 +276,8 @@ def test_tenants_and_cache_salts_do_not_share_blocks() -> None:
 
 def test_messagepack_is_the_same_request() -> None:
     """The packed form of a body, also with integer keys, reads as the JSON does."""
-    assert chat(packed=True, n=2, logit_bias={7: 1.0}) == chat(n=2, logit_bias={"7": 1.0})
+    for key in (7, "7"):
+        assert chat(packed=True, n=2, logit_bias={key: 1.0}) == chat(n=2, logit_bias={"7": 1.0})
     for field, bad in (
         ("temperature", float("nan")),
         ("top_p", float("inf")),

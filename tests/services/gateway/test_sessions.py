@@ -91,8 +91,10 @@ def test_a_full_gateway_refuses_with_advice() -> None:
 def test_a_silent_tokenizer_is_followed_by_the_next_and_three_are_enough(rig: Rig) -> None:
     """The second try goes elsewhere; after the third the request is unavailable."""
     rig.open()
-    rig.pass_time(1.2)
+    rig.pass_time(6.0)
     assert [tokenizer for tokenizer, _ in rig.sent(Generate)] == ["t0", "t1", "t0"]
+    assert not rig.events  # it beats, so it is busy: waited for ever longer
+    rig.pass_time(0.5)
     assert rig.error_code() == "unavailable"
 
 
@@ -103,6 +105,24 @@ def test_a_dead_tokenizer_is_not_waited_for(rig: Rig) -> None:
     rig.say(Died(instance="t0", reason="killed"))
     rig.table.tick(rig.now + 0.05)
     assert [tokenizer for tokenizer, _ in rig.sent(Generate)] == ["t1"]
+
+
+def test_a_tokenizer_that_fell_silent_is_not_waited_for(rig: Rig) -> None:
+    """Patience is for one that beats."""
+    rig.open()
+    rig.pass_time(0.5)
+    assert [tokenizer for tokenizer, _ in rig.sent(Generate)] == ["t0", "t1"]
+    rig.pass_time(1.1, beating=("t0",))
+    assert [tokenizer for tokenizer, _ in rig.sent(Generate)] == ["t0"]
+
+
+def test_a_crowd_is_not_asked_about_again_and_again(rig: Rig) -> None:
+    """Who stands behind many waits longer: asking again would make a busy tokenizer busier."""
+    for number in range(100):
+        rig.open(request_id=f"{number:032x}")
+    assert len(rig.sent(Generate)) == 100
+    rig.pass_time(0.35)
+    assert len(rig.sent(Generate)) < 25
 
 
 def test_tries_made_while_cut_off_do_not_count(rig: Rig) -> None:

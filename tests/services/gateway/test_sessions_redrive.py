@@ -164,6 +164,20 @@ def test_attempts_end_after_four_deaths_in_a_row(rig: Rig) -> None:
     assert rig.error_code() == "unavailable"
 
 
+def test_a_leg_that_fells_whoever_takes_it_ends(rig: Rig) -> None:
+    """An `internal` failure is an attempt even before the start: schedulers die of it, too."""
+    rig.open()
+    rig.tokenize()
+    rig.sent()
+    for epoch in range(1, 6):
+        failed = Failed(
+            request_id=R, choice=0, epoch=epoch, code="internal", detail="fell", retryable=True
+        )
+        rig.say(failed)
+        assert epoch == 5 or rig.resubmitted().epoch == epoch + 1
+    assert rig.error_code() == "internal"
+
+
 def test_a_new_id_forgives_the_attempts_before(rig: Rig) -> None:
     """Ten deaths with an id between each are ten first attempts."""
     rig.running()

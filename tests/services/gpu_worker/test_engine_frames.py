@@ -1,11 +1,15 @@
 """What passes between the two processes of a worker arrives as it was sent."""
 
 import os
+import socket
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gpu_worker import status_page
+from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.engine import Channel, Engine
+from services.gpu_worker.engine_core import EngineCore
 from services.gpu_worker.frames import (
     FrameReader,
     Kind,
@@ -14,7 +18,10 @@ from services.gpu_worker.frames import (
     parse_publication,
     publication,
 )
+from services.gpu_worker.simulated import SimulatedRunner
 from services.gpu_worker.status_page import EngineStatus, StatusPage
+from shared.messages import encode
+from tests.services.gpu_worker.engine_kit import SIM, run
 
 
 @given(
@@ -70,3 +77,20 @@ def test_the_age_of_a_phase_counts_only_while_somebody_watched() -> None:
     assert status.phase_age_ms(12.0) == 2000
     assert status.phase_age_ms(12.0, since=11.5) == 500
     assert status._replace(phase_bound_ms=0).phase_age_ms(12.0) == 0
+
+
+def test_a_page_shows_during_a_step_what_was_taken_before_it() -> None:
+    """A scheduler reads from it how full a worker is, and steps of a large model are long."""
+    fd = status_page.create()
+    writer, reader = StatusPage(fd), StatusPage(fd)
+    os.close(fd)
+    seen: list[EngineStatus] = []
+    runner = SimulatedRunner(SIM, words=range(900), sleep=lambda _: seen.append(reader.read()))
+    ours, theirs = socket.socketpair()
+    ours.sendall(
+        command(Kind.MESSAGE, encode(run())) + command(Kind.MESSAGE, encode(run(choice=1)))
+    )
+    ours.shutdown(socket.SHUT_WR)
+    Engine(EngineCore("w-1", runner, WorkerConfig(), 0.0), Channel(theirs), writer).run()
+    ours.close()
+    assert [(at.phase, at.load + at.waiting) for at in seen[:1]] == [("prefill", 2)]

@@ -109,14 +109,18 @@ def is_running(pid: int) -> bool:
 
 
 async def test_a_leg_runs_through_both_processes() -> None:
-    """A `Run` in the inbox becomes `Started`, 20 ids in order, and `Ended`; beats show the work."""
+    """A `Run` in the inbox becomes `Started`, 20 ids in order, and `Ended`; beats show the work,
+    and `$SRV.STATS` what the engine counted.
+    """
     mesh = Mesh()
     async with mesh.up() as worker:
         mesh.run()
         await eventually(lambda: bool(mesh.of(Ended)))
         await eventually(lambda: mesh.of(Beat)[-1].step == 20)
         last = mesh.of(Beat)[-1]
+        stats = worker.stats()
 
+    assert (stats["engine_steps"], stats["engine_output_tokens"]) == (20, 20)
     assert [s.worker for s in mesh.of(Started)] == [worker.instance]
     assert len(mesh.ids()) == 20
     assert (last.term, last.load, last.waiting, last.model) == (3, 0, 0, "m")
@@ -132,6 +136,8 @@ async def test_garbage_on_the_bus_hurts_nobody() -> None:
         mesh.bus.publish(inbox(worker.instance), b"\xc1 not a message")
         mesh.run()
         await eventually(lambda: bool(mesh.of(Ended)))
+
+        await eventually(lambda: worker.stats().get("engine_undecodable") == 1)
 
     assert len(mesh.ids()) == 20
 

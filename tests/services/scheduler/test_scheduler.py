@@ -319,6 +319,24 @@ def test_a_poisonous_leg_waits_for_an_empty_worker_and_holds_up_nobody() -> None
     assert [to for to, _ in rig.sent(Run)] == ["w0"]
 
 
+def test_a_poisonous_leg_waits_for_those_it_stopped() -> None:
+    """All workers died of it: the first one back goes on with the others, the next one is its."""
+    rig = Rig().lead("d0")
+    rig.submit("poison", epoch=3, alone=True)
+    rig.submit("victim", epoch=2)
+    rig.submit("new")
+    rig.beat("w0")
+    assert [m.submit.request_id for _, m in rig.sent(Run)] == ["victim"]
+    rig.beat("w0", load=1)
+    rig.pass_time(0.3)
+    assert rig.sent(Run) == []
+    rig.beat("w1")
+    assert [(to, m.submit.request_id) for to, m in rig.sent(Run)] == [
+        ("w1", "poison"),
+        ("w0", "new"),
+    ]
+
+
 def test_a_scheduler_that_slept_declares_nobody_dead(rig: Rig) -> None:
     """Sixty seconds of silence were its own."""
     rig.now += 60.0

@@ -83,6 +83,32 @@ def test_what_was_sent_counts_until_a_beat_can_show_it() -> None:
     assert worker.num_legs == 1
 
 
+def test_what_was_sent_during_a_long_step_counts_until_it_ends() -> None:
+    """Inside a step an engine takes nothing, so its beats cannot show what came meanwhile."""
+    peers = Peers()
+    peers.hear(beat(phase="prefill", phase_age_ms=100, phase_bound_ms=20_000), 0.0)
+    worker = peers.workers["w"]
+    worker.send(Sent(("r", 0), 0.1, tokens=32, blocks=3))
+    peers.hear(beat(seq=2, phase="prefill", phase_age_ms=1100, phase_bound_ms=20_000), 1.0)
+    assert worker.num_legs == 1
+    peers.hear(beat(seq=3, step=1, phase="prefill", phase_bound_ms=20_000, load=1), 1.1)
+    assert (worker.num_legs, worker.prefill_tokens) == (1, 0)
+
+
+def test_a_leg_is_isolated_until_it_decodes() -> None:
+    """Its workers died before its next id; innocent legs, too, were there when they did."""
+    peers = Peers()
+    peers.hear(beat(step=7), 0.0)
+    worker = peers.workers["w"]
+    worker.isolate(("r", 0), 0.0)
+    worker.send(Sent(("r", 0), 0.0, tokens=32, blocks=3))
+    peers.hear(beat(seq=2, step=7, phase="decode", load=1), 0.1)
+    peers.hear(beat(seq=3, step=8, phase="prefill", load=1), 0.2)
+    assert worker.alone == ("r", 0)
+    peers.hear(beat(seq=4, step=9, phase="decode", load=1), 0.3)
+    assert worker.alone is None
+
+
 def test_an_older_beat_does_not_overwrite_a_newer() -> None:
     """The bus may deliver beats in any order."""
     peers = Peers()

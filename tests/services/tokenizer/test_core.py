@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from services.tokenizer.config import Config
-from services.tokenizer.core import TokenizerCore
+from services.tokenizer.core import JOBS_MAX, SLICE, WIRE_MAX, TokenizerCore
 from services.tokenizer.service import TokenizerActor
 from shared.bus import Delivery
 from shared.config import ConfigError, Launch
@@ -124,6 +125,92 @@ def test_detokenize() -> None:
     empty = ask(detokenize(b""))
     assert isinstance(empty, Detokenized)
     assert empty.text == ""
+
+
+def test_a_text_beyond_the_wire_is_refused() -> None:
+    """A text that the bus would not take is the client's mistake, and is answered."""
+    longest = max(range(FILES.vocabulary.size), key=lambda i: len(FILES.vocabulary.raw(i)))
+    count = WIRE_MAX // len(FILES.vocabulary.raw(longest)) + 1
+    assert refused(detokenize(pack_ids([longest] * count))).param == "tokens"
+
+
+# --- long questions ---
+
+WORDS = "word " * (FILES.max_model_len - 2)  # one prompt that just fits
+
+
+def slow_core() -> TokenizerCore:
+    return TokenizerCore("tok-1", FILES)
+
+
+def answers(core: TokenizerCore) -> list[Message]:
+    return [envelope.message for envelope in core.outbox.take()]
+
+
+def run(core: TokenizerCore, now: float = 0.0) -> list[Message]:
+    """Tick until something is answered."""
+    for _ in range(1000):
+        core.tick(now)
+        if found := answers(core):
+            return found
+    raise AssertionError("no answer")
+
+
+def test_a_long_question_lets_others_go_first() -> None:
+    """It is encoded in slices, is asked again without starting anew, and answered once, the same
+    as in pieces."""
+    core = slow_core()
+    texts = [WORDS, "Hello", WORDS, WORDS]
+    assert sum(map(len, texts)) > SLICE
+    core.receive(generate(texts=texts), 0.0)
+    assert answers(core) == []
+    core.receive(replace(generate(texts=["Hello"]), request_id="other"), 0.0)
+    [other] = answers(core)
+    assert isinstance(other, Tokenized)
+    core.receive(replace(generate(texts=texts), attempt=4), 0.0)
+    [answer] = run(core)
+
+    assert isinstance(answer, Tokenized)
+    assert (answer.request_id, answer.attempt) == ("r", 4)
+    assert answer.prompts[1] == other.prompts[0]
+    assert answer.prompts[0] == answer.prompts[2] == answer.prompts[3]
+    core.tick(0.0)
+    assert answers(core) == []
+
+
+def test_a_bad_prompt_in_a_long_question_is_refused() -> None:
+    core = slow_core()
+    core.receive(generate(texts=[WORDS, WORDS, WORDS, ""]), 0.0)
+    [failed] = run(core)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.param) == ("invalid_request", "prompt")
+
+
+def test_more_ids_than_the_wire_takes_are_refused() -> None:
+    """Together with their block hashes; an answer that cannot be sent would be silence."""
+    core = slow_core()
+    core.receive(generate(ids=[pack_ids([1] * 8000)] * 200), 0.0)
+    [failed] = run(core)
+    assert isinstance(failed, Failed)
+    assert "tokens together" in failed.detail
+
+
+def test_a_long_question_ends_at_its_deadline() -> None:
+    core = slow_core()
+    core.receive(generate(texts=[WORDS] * 4, deadline_ms=1000), 10.0)
+    [failed] = run(core, 11.1)
+    assert isinstance(failed, Failed)
+    assert failed.code == "deadline_exceeded"
+
+
+def test_long_questions_are_bounded() -> None:
+    core = slow_core()
+    question = generate(ids=[pack_ids([1] * 8000)] * 10)
+    for number in range(JOBS_MAX + 1):
+        core.receive(replace(question, request_id=f"r{number}"), 0.0)
+    [failed] = answers(core)
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retry_after_s) == ("overloaded", 1.0)
 
 
 def launch(**settings: Any) -> Launch:

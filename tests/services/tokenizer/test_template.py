@@ -174,6 +174,14 @@ def test_template_errors_are_the_clients(source: str, says: str) -> None:
     assert caught.value.param == "messages"
 
 
+def test_the_limit_covers_the_clients_strings() -> None:
+    """Hiding a million strings would take seconds: that is the same processor time."""
+    template = ChatTemplate(PLAIN, {}, cpu_s=0.05)
+    message = {**user("x"), "extra": ["<"] * 1_000_000}
+    with pytest.raises(InvalidRequest, match="processor time"):
+        template.render(ChatPrompt(messages=[message]), CONTROL)
+
+
 def test_endless_template_is_cut_off() -> None:
     """The limit is processor time, and the process goes on afterwards."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -226,3 +226,21 @@ def test_broken_tokenizer_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError) as caught:
         Tokenizer(read_model(folder))
     assert caught.value.file == str(file)
+
+
+@pytest.mark.parametrize("text", ["7" * 600_000, "\U000f0000" * 600_000, "a b " * 150_000])
+def test_what_is_far_too_long_is_not_encoded_whole(text: str) -> None:
+    """Encoding it would take seconds; windows show that it cannot fit."""
+    with pytest.raises(ContextLengthExceeded, match=f"input of {len(text)} characters"):
+        TOKENIZER.encode(text)
+    chat = ChatPrompt(messages=[{"role": "user", "content": text}])
+    with pytest.raises(ContextLengthExceeded, match="characters"):
+        TOKENIZER.encode_chat(chat)
+
+
+@pytest.mark.parametrize("piece", [" ", "=", "the ", "7"])
+def test_windows_refuse_nothing_that_fits(piece: str) -> None:
+    """Cutting a text adds ids, never so many that a text within the context is refused."""
+    per_piece = len(TOKENIZER.encode(piece * 8000)) / 8000
+    count = int(0.99 * FILES.max_model_len / per_piece)
+    assert 0.9 < len(TOKENIZER.encode(piece * count)) / FILES.max_model_len <= 1
