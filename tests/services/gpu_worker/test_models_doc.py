@@ -22,6 +22,13 @@ and logprobs of a leg are the same bits alone, in company, and in any chunks.
 
 """
 TAIL = """
+## The default model
+
+Greedy ids of 35 prompts (1 to 2,000 ids, many languages, code, emoji, whitespace) equal those that
+`transformers` computed in fp32 from the same dequantized weights, over batch sizes, chunkings and
+resumes (`test_golden.py`, `tests/golden/`). Its tokenizer agrees with byte-level BPE written from
+its description on odd and on random strings (`tests/services/tokenizer/test_parity.py`).
+
 ## GGUF
 
 Formats: {formats}. Q4_K, Q5_K and Q6_K are compared with a decoder written from their description,
