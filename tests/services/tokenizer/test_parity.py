@@ -1,4 +1,5 @@
-"""Ids of the default model against byte-level BPE written from its description, word by word.
+"""Ids of the default model against byte-level BPE written from its description, word by word;
+of a Qwen vocabulary against `transformers`.
 
 (What `transformers` builds from the GGUF file is no reference: it leaves out that digits are cut
 one by one before words are.)
@@ -9,11 +10,12 @@ from itertools import pairwise
 
 import pytest
 import regex
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.tokenizer import Tokenizer
-from shared.model_files import byte_alphabet, default_model, read_model
+from services.tokenizer.tokenizer import Tokenizer, _from_parts
+from shared.model_files import BpeParts, byte_alphabet, default_model, read_model
 
 _WORDS = regex.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -80,7 +82,7 @@ class Reference:
         yield from _WORDS.findall(run)
 
     def merged(self, symbols):
-        """The vocabulary lacks 21 bytes (0x16 is one), and no token is for what is unknown: they go."""
+        """The vocabulary lacks 21 bytes (0x16 is one) and has no token for the unknown: they go."""
         symbols = [symbol for symbol in symbols if symbol in self.ids]
         worst = len(self.ranks)
         while len(symbols) > 1:
@@ -105,3 +107,24 @@ def test_odd_strings_have_the_ids_of_the_reference(text):
 @settings(max_examples=200, deadline=None)
 def test_any_text_has_the_ids_of_the_reference(text):
     assert OURS.encode(text) == REFERENCE.encode(text)
+
+
+@pytest.mark.parametrize(
+    "text", [*CORPUS, "ASCII é e\u0301 \u212b ¼ x\n\n 1 22 333 4444", "!!\n\n a"]
+)
+def test_a_qwen_vocabulary_has_the_ids_of_transformers(text):
+    """The default model's merges cut into words as Qwen cuts them, composed characters first."""
+    bpe = FILES.bpe
+    control = frozenset(i for i in bpe.control if bpe.tokens[i] == "<|im_end|>")
+    parts = BpeParts("qwen2", bpe.tokens, bpe.merges, control, frozenset())
+    ours = _from_parts(FILES.path, parts).encode(text, add_special_tokens=False).ids
+    assert ours == QWEN.encode(text, add_special_tokens=False)
+
+
+QWEN = transformers.Qwen2Tokenizer(
+    vocab=REFERENCE.ids,
+    merges=[*REFERENCE.ranks],
+    unk_token="<|im_end|>",
+    eos_token="<|im_end|>",
+    pad_token="<|im_end|>",
+)
