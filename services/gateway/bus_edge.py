@@ -112,11 +112,12 @@ class BusEdge:
         request_id = new_request_id()
         frames = Frames(self._bus, delivery.reply, request_id, packed)
         try:
-            async with self._edge.turn(len(body)):
-                checked = self._check(body, request_id, packed)
-            with self._edge.open(checked) as asked:
-                answer = asked.answer(await self._edge.echoes(checked))
-                await Delivering(asked, answer, frames, self._bus).run()
+            with self._edge.room(len(body)):
+                async with self._edge.turn(len(body)):
+                    checked = self._check(body, request_id, packed)
+                with self._edge.open(checked) as asked:
+                    answer = asked.answer(await self._edge.echoes(checked))
+                    await Delivering(asked, answer, frames, self._bus).run()
         except MeshError as error:
             frames.end(error)
         except Exception as error:  # noqa: BLE001 our bug: say so in the log, not to the client

@@ -13,6 +13,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     api_keys: dict[str, str] = {}  # key -> tenant; empty = open, for a loopback cluster
 
     body_bytes_max: Count = 8 << 20  # 413 beyond
+    large_bytes_max: Count = 64 << 20  # bodies over 256 KB of all open requests; 429 beyond
     wire_bytes_max: Count = 7 << 20  # of one prompt on the bus, whose own limit is 8 MB; 413 beyond
     header_timeout_s: AboveZero = 30.0  # dripping headers, idle keep-alive; > clients' pools (5 s)
     body_timeout_s: AboveZero = 10.0  # 408 beyond

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -30,7 +30,14 @@ from services.gateway.sessions import SessionTable
 from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.config import Launch
-from shared.errors import Cancelled, DeadlineExceeded, InvalidRequest, MeshError, Unavailable
+from shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    Unavailable,
+)
 from shared.ids import pack_ids, unpack_ids
 from shared.kv import tenant_salt
 from shared.messages import Detokenize, Detokenized, Generate, Tokenized
@@ -146,6 +153,7 @@ class Edge:
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
         self._open: dict[str, Open] = {}
+        self._large_bytes = 0
         self._large = asyncio.Lock()
         self.idle = asyncio.Event()  # no reader is here
         self.idle.set()
@@ -226,6 +234,21 @@ class Edge:
         return ""
 
     # --- requests ---
+
+    @contextlib.contextmanager
+    def room(self, body_bytes: int) -> Iterator[None]:
+        """Hold room for a body until its request has ended; raises `Overloaded` when there is
+        none. Many large bodies would fill the memory of every process that they pass through;
+        small ones, bounded by their number, are never refused for the sake of large ones.
+        """
+        large = body_bytes if body_bytes >= LARGE else 0
+        if large and self._large_bytes + large > self.config.large_bytes_max:
+            raise Overloaded("The open requests hold too many bytes.", retry_after_s=RETRY_S)
+        self._large_bytes += large
+        try:
+            yield
+        finally:
+            self._large_bytes -= large
 
     def open(self, checked: Checked) -> Open:
         """Open a session; use as a context manager. Raises `Unavailable` while draining."""

@@ -161,8 +161,15 @@ class HttpEdge:
         return await self._generate(request, "completions")
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
-        edge, arrived = self._edge, self._edge.parts.clock()
+        arrived = self._edge.parts.clock()
         body = await self._body(request)
+        with self._edge.room(len(body)):
+            return await self._answer(request, endpoint, body, arrived)
+
+    async def _answer(
+        self, request: web.Request, endpoint: str, body: bytes, arrived: float
+    ) -> web.StreamResponse:
+        edge = self._edge
         spent_s = edge.parts.clock() - arrived
         caller = edge.caller(request[_tenant], request.headers.get(TIMEOUT), spent_s)
         async with edge.turn(len(body)):

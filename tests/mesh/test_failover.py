@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 
 import openai
 
@@ -11,8 +12,16 @@ from tests.mesh.cluster import Mesh
 SEED = int(os.environ.get("SEED", "1"))
 
 
-async def answer(client: openai.AsyncOpenAI, model: str, number: int, tokens: int = 200) -> str:
-    """Stream one deterministic answer of exactly `tokens` ids."""
+async def answer(
+    client: openai.AsyncOpenAI,
+    model: str,
+    number: int,
+    tokens: int = 200,
+    under_way: asyncio.Semaphore | None = None,
+) -> str:
+    """Stream one deterministic answer of exactly `tokens` ids; `under_way` is released once, when
+    some of it has come.
+    """
     stream = await client.completions.create(
         model=model,
         prompt=f"Story number {number}.",
@@ -27,6 +36,9 @@ async def answer(client: openai.AsyncOpenAI, model: str, number: int, tokens: in
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.text
+            if under_way is not None and len(text) > 50:
+                under_way.release()
+                under_way = None
             if choice.finish_reason:
                 finishes.append(choice.finish_reason)
     assert finishes == ["length"]
@@ -40,26 +52,22 @@ async def test_worker_death_is_not_seen_by_clients(sim_mesh: Mesh) -> None:
     print(f"SEED={SEED}")
     async with sim_mesh.client() as client:
         calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
-        streams = [asyncio.create_task(answer(client, sim_mesh.model, n)) for n in range(8)]
-        await busy(sim_mesh)
-        victim = random.Random(SEED).choice(["gpu_worker-0", "gpu_worker-1"])
-        assert sim_mesh.shoal("kill", victim).returncode == 0
+        victim = random.Random(SEED).choice(sim_mesh.processes("gpu_worker"))
+        under_way = asyncio.Semaphore(0)
+        streams = [
+            asyncio.create_task(answer(client, sim_mesh.model, n, under_way=under_way))
+            for n in range(8)
+        ]
+        for _ in streams:
+            await under_way.acquire()
+        os.kill(victim["pid"], signal.SIGKILL)
         stormy = await asyncio.gather(*streams)
 
     assert stormy == calm
-    assert sim_mesh.restarts() >= 1
+    await sim_mesh.all_ready(restarts=1)
     metrics = await sim_mesh.metrics()
     assert metrics["shoal:redrives_total"] > 0, "the fault hit nobody"
     await sim_mesh.quiet()
-
-
-async def busy(mesh: Mesh) -> None:
-    """Wait until both workers run legs."""
-    async with asyncio.timeout(20):
-        while not all(
-            process["load"] for process in await asyncio.to_thread(mesh.processes, "gpu_worker")
-        ):
-            await asyncio.sleep(0.02)
 
 
 async def test_each_idle_process_killed_comes_back(sim_mesh: Mesh) -> None:

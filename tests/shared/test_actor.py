@@ -144,28 +144,31 @@ async def test_status_lines_reach_the_supervisor(bus: MemoryBus, tmp_path: Path)
 
 
 async def test_who_slept_is_told_before_it_judges(bus: MemoryBus, tmp_path: Path) -> None:
-    """A tick that comes late: `slept`, then the messages that waited, then `tick`."""
+    """A tick that comes late: `slept` once, before the message that waited and before `tick`."""
     clock = FakeClock()
     actor, core = make(bus, tmp_path, clock=clock)
     async with running(actor):
-        await eventually(lambda: core.log == ["tick"])
+        await eventually(lambda: "tick" in core.log)
+        core.log.clear()
         clock.advance(5)
         bus.publish(inbox(ME), encode(cancel(1)))
-        await eventually(lambda: core.log[-1:] == ["tick"] and len(core.log) > 2)
-    assert core.log == ["tick", "slept", cancel(1), "tick"]
+        await eventually(lambda: {"tick", cancel(1)} <= set(core.log))
+    assert core.log[0] == "slept"
+    assert core.log.count("slept") == 1
 
 
 async def test_a_lost_connection_is_told_to_the_core(bus: MemoryBus, tmp_path: Path) -> None:
     """Lost, then back, each once; and between them its clocks are restarted before each tick."""
     actor, core = make(bus, tmp_path)
     async with running(actor):
-        await eventually(lambda: core.log == ["tick"])
+        await eventually(lambda: "tick" in core.log)
+        core.log.clear()
         bus.disconnect()
         await eventually(lambda: core.log.count("slept") > 2)
         bus.reconnect()
         await eventually(lambda: "back" in core.log)
         await eventually(lambda: core.log[-1:] == ["tick"])
-    assert core.log[:3] == ["tick", "lost", "slept"]
+    assert core.log[:2] == ["lost", "slept"]
     assert (core.log.count("lost"), core.log.count("back")) == (1, 1)
     assert core.log[core.log.index("back") :] == ["back", "slept", "tick"]
 

@@ -174,6 +174,26 @@ async def test_a_malformed_body_is_a_400(body: bytes) -> None:
         assert (await edge.post(PATH, CHAT))[0] == 200
 
 
+async def test_large_bodies_share_a_bounded_room_and_small_ones_need_none() -> None:
+    """While a large request holds the room, another is a 429, a small one is answered; after its
+    end the room is free again.
+    """
+    large = json.dumps({**CHAT, "padding": "x" * 300_000}).encode()
+    held = json.dumps({**CHAT, "padding": "x" * 300_000, "stream": True}).encode()
+    async with front(large_bytes_max=500_000) as edge:
+        async with connected(edge) as (reader, writer):
+            edge.mesh.script.stuck_after = 2
+            writer.write(request(held))
+            await reader.readuntil(b"\r\n\r\n")
+            edge.mesh.script.stuck_after = None
+            refused, body, _ = await edge.post(PATH, large)
+            small, _, _ = await edge.post(PATH, CHAT)
+        await edge.quiet()
+        after, _, _ = await edge.post(PATH, large)
+
+    assert (refused, small, after) == (429, 200, 200), body
+
+
 @pytest.mark.parametrize("half", [False, True])
 async def test_a_vanished_client_cancels(half: bool) -> None:
     """A connection that closes, or half-closes, in the middle of a stream cancels its request."""
