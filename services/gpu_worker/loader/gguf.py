@@ -82,7 +82,8 @@ class _Tensors:
         raw = self._bytes[info.offset : info.offset + info.num_bytes]
         rows = raw.reshape(info.shape[0], -1) if len(info.shape) > 1 else raw
         # dequantize returns a view of the file for F32; the copy makes it ours and writable.
-        values = np.array(dequantize(rows, _FORMATS[info.ggml_type]), dtype=np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale shows as NaN logits
+            values = np.array(dequantize(rows, _FORMATS[info.ggml_type]), dtype=np.float32)
         tensor = torch.from_numpy(values.reshape(info.shape))
         turned = name.removesuffix(".weight").removesuffix(".bias").endswith(("attn_q", "attn_k"))
         return _half_rotation(tensor, self.head_dim) if turned and self.head_dim else tensor

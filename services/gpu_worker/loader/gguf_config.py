@@ -13,6 +13,7 @@ from shared.gguf_file import ModelFileError
 
 _GEMMA = ("gemma2", "gemma3")
 _BIASABLE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_MAX_LAYERS, _MAX_HEAD_DIM = 1024, 8192
 # A Gemma whose queries are scaled by hidden_size / num_heads instead of head_dim; the file does not
 # say it, llama.cpp knows these by their number of layers.
 _WIDE_SCALED = {("gemma2", 46), ("gemma3", 62)}
@@ -31,6 +32,13 @@ class _Keys:
         if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
             reason = "missing" if value is None else f"{value!r} is not a positive {kind.__name__}"
             raise self.error(key, reason)
+        return value
+
+    def small(self, key: str, limit: int, default: Any = None) -> int:
+        """A count that sizes what is built from the metadata alone."""
+        value: int = self.number(key, int, default)
+        if value > limit:
+            raise self.error(key, f"{value} is more than {limit}")
         return value
 
     def text(self, key: str, default: str) -> str:
@@ -64,8 +72,8 @@ def decoder_config(
         raise keys.error("attention.head_count_kv", f"{kv_heads} does not divide {heads} heads")
     if keys.has("expert_count") and keys.number("expert_count", int):
         raise keys.error("expert_count", "mixtures of experts are not supported")
-    layers = keys.number("block_count", int)
-    head_dim = keys.number("attention.key_length", int, hidden // heads)
+    layers = keys.small("block_count", _MAX_LAYERS)
+    head_dim = keys.small("attention.key_length", _MAX_HEAD_DIM, hidden // heads)
     rope = _rope(keys, head_dim, rope_divisors)
     gemma = keys.architecture in _GEMMA
     wide = (keys.architecture, layers) in _WIDE_SCALED

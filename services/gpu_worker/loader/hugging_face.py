@@ -41,12 +41,12 @@ class _Config(Struct):
     vocab_size: _Positive
     hidden_size: _Positive
     intermediate_size: _Positive
-    num_hidden_layers: _Positive
+    num_hidden_layers: Annotated[int, Meta(gt=0, le=1024)]
     num_attention_heads: _Positive
     max_position_embeddings: _Positive
     rms_norm_eps: _Rate
     num_key_value_heads: _Positive | None = None
-    head_dim: _Positive | None = None
+    head_dim: Annotated[int, Meta(gt=0, le=8192)] | None = None
     rope_theta: _Rate = 10_000.0
     rope_local_base_freq: _Rate = 10_000.0
     rope_scaling: dict[str, Any] | None = None

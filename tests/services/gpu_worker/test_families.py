@@ -28,12 +28,12 @@ def pair(request, tmp_path_factory):
     model = reference(request.param)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder, max_shard_size="100KB")
-    return model, runner_of(folder)
+    return model, runner_of(folder), runner_of(folder, torch.bfloat16)
 
 
 def test_logits_and_greedy_ids_equal_those_of_transformers(pair):
     """A prompt in chunks that cross blocks, tiles and windows, then decode beyond a window."""
-    model, runner = pair
+    model, runner, _ = pair
     legs = Legs(runner)
     leg = legs.add(PROMPT)
     legs.run({leg: 133}, NEW_IDS)
@@ -47,7 +47,7 @@ def test_logits_and_greedy_ids_equal_those_of_transformers(pair):
 
 def test_a_leg_is_bitwise_the_same_however_it_is_batched(pair):
     """Ids and logprobs: alone and whole, or in chunks and changing company."""
-    _, runner = pair
+    _, runner, _ = pair
     prompts = [PROMPT, PROMPT[:40], PROMPT[3:4]]
 
     def run(chosen, budgets):
@@ -58,3 +58,14 @@ def test_a_leg_is_bitwise_the_same_however_it_is_batched(pair):
     expected = [run([prompt], [1000])[0] for prompt in prompts]
     assert run(prompts, [1000, 1000, 1000]) == expected
     assert run(prompts, [61, 5, 1]) == expected
+
+
+def test_bf16_says_nearly_the_same(pair):
+    """Logits of a prompt and a decode step are off by what rounding alone does."""
+    found = []
+    for runner in pair[1:]:
+        legs = Legs(runner)
+        legs.run({legs.add(PROMPT, [7]): 133}, 1)
+        found.append(runner._model.seen[-1])
+    exact, coarse = found
+    assert (coarse - exact).square().mean().sqrt() < 0.06 * exact.std()

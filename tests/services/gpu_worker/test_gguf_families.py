@@ -9,6 +9,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.loader.gguf import _Tensors
@@ -239,3 +241,31 @@ def test_a_scaling_that_is_not_known_is_refused_by_key(tmp_path):
     file = write(tmp_path / "m.gguf", model, "qwen2", arrays_of(model, "qwen2"))
     with pytest.raises(ModelFileError, match=r"qwen2\.rope\.scaling\.factor: -1"):
         load_model(file, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """A sound file's bytes, and how many of them stand before the weights."""
+    model = reference("qwen3", num_hidden_layers=1)
+    arrays = arrays_of(model, "qwen3")
+    file = write(tmp_path_factory.mktemp("gguf") / "m.gguf", model, "qwen3", arrays)
+    return file, file.read_bytes(), min(info.offset for info in read_gguf(file).tensors.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_a_damaged_head_is_refused_by_name_or_read(sound, changes):
+    """Never another error, never a hang, whichever bytes before the weights have changed."""
+    file, content, head_bytes = sound
+    damaged = bytearray(content)
+    for place, byte in changes:
+        damaged[place % head_bytes] = byte
+    file.write_bytes(damaged)
+    try:
+        _, weights = load_model(file, torch.float32)
+        list(weights.layers)
+    except ModelFileError as error:
+        named = error.what and error.reason
+    else:
+        named = True
+    assert named
