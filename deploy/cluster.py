@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,7 @@ WATCH_S = 0.25
 CAP_LOGS_S = 5.0
 STOP_S = 5.0  # between SIGTERM and SIGKILL; for gateways beside what running answers may take
 HTTP_POLL_S = 0.05
+RECANCEL_S = 0.1
 HTTP_TIMEOUT_S = 2.0
 
 STAGES = {"weights": "loading {model} on each worker", "warm-up": "first steps of the engine"}
@@ -83,12 +85,11 @@ class Cluster:
                 coming_up.result()
                 await stopping
         finally:
-            coming_up.cancel()
+            # First, or it would start processes behind the back of what ends them.
+            await cancelled(coming_up)
             await self._go_down()
-            watch.cancel()
-            stopping.cancel()
             door.close()
-            await asyncio.gather(coming_up, watch, stopping, return_exceptions=True)
+            await cancelled(watch, stopping)
 
     def stop(self) -> None:
         """Go down; asked a second time, do not wait for anyone."""
@@ -310,6 +311,17 @@ class Cluster:
             run_dir=str(self._run_dir.path),
             processes=[describe(child, now) for child in self._children],
         )
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Return when all have ended. Asked again and again: nats-py swallows a cancellation that comes
+    while it connects.
+    """
+    while not all(task.done() for task in tasks):
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=RECANCEL_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def describe(child: Child, now: float) -> control.ProcessStatus:

@@ -135,7 +135,8 @@ async def test_ctrl_c_in_the_foreground_leaves_nothing(run_dir: Path, number: in
 async def test_ctrl_c_while_it_comes_up_leaves_nothing(run_dir: Path) -> None:
     """Interrupting `shoal up` takes the detached supervisor along."""
     process = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "deploy.cli", "up", "--port", "0"],
+        # A shell that runs the tests in the background has them ignore the signal.
+        *["env", "--default-signal=INT", sys.executable, "-m", "deploy.cli", "up", "--port", "0"],
         *["--run-dir", str(run_dir), *NO_SERVICES, "gateway.replicas=1"],  # never ready alone
         stdout=subprocess.PIPE,
         start_new_session=True,

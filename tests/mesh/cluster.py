@@ -170,7 +170,11 @@ class Mesh:
             raise AssertionError(f"not ready after {within_s} s: {processes}") from None
 
     def __enter__(self) -> "Mesh":
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.shoal("down")  # whatever of it came up
+            raise
         return self
 
     def __exit__(
