@@ -1,6 +1,8 @@
 """Causal attention over a paged KV cache, with grouped queries.
 
-    y[h] = softmax(q[h] K[h // group]^T / sqrt(head_dim)) V[h // group]
+    y[h] = softmax(cap(scale * q[h] K[h // group]^T)) V[h // group]
+
+`scale` is 1 / sqrt(head_dim) unless the model has another, `cap` nothing or a soft cap.
 
 A cache of one layer is [2, kv_heads, blocks, block_size, head_dim]: keys, then values. Heads stand
 before blocks so that gathering the blocks of a sequence yields [kv_heads, tokens, head_dim] as the
@@ -12,6 +14,9 @@ length make one group, a tile of a prefill chunk makes one of its own. In fp32 a
 bitwise the same in every batch and chunking: padding is a multiple of the block size and adds exact
 zeros, and the sum over values runs in tiles of 256 tokens, since longer ones are cut by length.
 (With head_dim < 16 it may not be: torch multiplies tiny matrices by a kernel of their own.)
+
+Under a sliding window a group gathers only the blocks from the first one in sight on, brought down
+to a multiple of 256 tokens, so that the sum's tiles hold the same tokens for every row.
 """
 
 import math
@@ -19,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.softcap import softcap
 
 VALUE_TILE = 256  # tokens; the longest sum that the matrix library was seen to take in one piece
 
@@ -30,8 +37,17 @@ class AttentionGroup(NamedTuple):
     stop: int
     num_sequences: int
     block_ids: Tensor  # int64 [num_sequences * blocks]; padded with blocks of the same sequence
-    shared: int  # the tokens before this one are seen by every row
+    shared: int  # the gathered tokens before this one are seen by every row
     hidden: Tensor  # bool [num_sequences, rows, 1, tokens from `shared` on]: what a row may not see
+
+
+def first_block(position: int, window: int, block_size: int) -> int:
+    """The first block of a sequence to gather for rows from `position` on; a `window` of 0 is
+    none.
+    """
+    if not window:
+        return 0
+    return max(0, position - window + 1) // VALUE_TILE * VALUE_TILE // block_size
 
 
 def write_kv(keys_values: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -43,16 +59,23 @@ def write_kv(keys_values: Tensor, cache: Tensor, slots: Tensor) -> None:
     cache.flatten(2, 3).index_copy_(2, slots, by_head)
 
 
-def paged_attention(queries: Tensor, cache: Tensor, groups: list[AttentionGroup]) -> Tensor:
+def paged_attention(
+    queries: Tensor,
+    cache: Tensor,
+    groups: list[AttentionGroup],
+    scale: float | None = None,
+    cap: float = 0.0,
+) -> Tensor:
     """`queries` [rows, heads, head_dim] -> the same shape. Keys of the step are in the cache."""
     out = torch.empty_like(queries)
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
     for group in groups:
         rows = slice(group.start, group.stop)
-        out[rows] = _attend(queries[rows], cache, group)
+        out[rows] = _attend(queries[rows] * scale, cache, group, cap)
     return out
 
 
-def _attend(queries: Tensor, cache: Tensor, group: AttentionGroup) -> Tensor:
+def _attend(queries: Tensor, cache: Tensor, group: AttentionGroup, cap: float) -> Tensor:
     """One group. Reads each of its KV blocks once and writes them once, gathered."""
     kv_heads, head_dim = cache.shape[1], cache.shape[-1]
     n = group.num_sequences
@@ -60,7 +83,7 @@ def _attend(queries: Tensor, cache: Tensor, group: AttentionGroup) -> Tensor:
     values = cache[1].index_select(1, group.block_ids).view(kv_heads, n, -1, head_dim)
     # [sequences, rows, kv_heads, group, head_dim] -> [kv_heads, sequences, rows * group, head_dim]
     q = queries.view(n, -1, kv_heads, queries.shape[1] // kv_heads, head_dim).permute(2, 0, 1, 3, 4)
-    scores = _product((q * head_dim**-0.5).flatten(2, 3), keys.transpose(-1, -2))
+    scores = softcap(_product(q.flatten(2, 3), keys.transpose(-1, -2)), cap)
     scores.view(*q.shape[:4], -1)[..., group.shared :].masked_fill_(group.hidden, -math.inf)
     weights = torch.softmax(scores, dim=-1)  # fp32 inside, whatever the dtype
     attended = _weighted_sum(weights, values).view(q.shape)
@@ -86,15 +109,29 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return torch.matmul(left, right)
 
 
-def attention_reference(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attention_reference(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None = None,
+    cap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
     """One sequence without pages: `queries` are the last rows [rows, heads, head_dim] of it;
-    keys and values [tokens, kv_heads, head_dim]. Everything in fp32.
+    keys and values [tokens, kv_heads, head_dim]. A row sees `window` tokens, itself included, or
+    all (0). Everything in fp32.
     """
     rows, heads, head_dim = queries.shape
     tokens, kv_heads, _ = keys.shape
     wide_keys = keys.float().repeat_interleave(heads // kv_heads, dim=1)
     wide_values = values.float().repeat_interleave(heads // kv_heads, dim=1)
-    scores = torch.einsum("rhd,thd->hrt", queries.float(), wide_keys) / math.sqrt(head_dim)
-    future = torch.ones(rows, tokens, dtype=torch.bool).triu(tokens - rows + 1)
-    weights = torch.softmax(scores.masked_fill(future, -math.inf), dim=-1)
+    scores = torch.einsum("rhd,thd->hrt", queries.float(), wide_keys)
+    scores *= 1 / math.sqrt(head_dim) if scale is None else scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    everything = torch.ones(rows, tokens, dtype=torch.bool)
+    hidden = everything.triu(tokens - rows + 1)
+    if window:
+        hidden |= everything.tril(tokens - rows - window)
+    weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
     return torch.einsum("hrt,thd->rhd", weights, wide_values).to(queries.dtype)

@@ -30,6 +30,9 @@ def rotary_embedding_reference(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def rotary_embedding_(x: Tensor, factors: Tensor) -> None:
-    """Turn `x` [rows, heads, head_dim] in place by its rows of `rotary_table`; fp32 inside."""
+    """Turn `x` [rows, heads, head_dim] in place by its rows of `rotary_table`; fp32 inside. Dims
+    that the table does not cover stay as they are.
+    """
+    x = x[..., : factors.shape[-1]]
     exchanged = x.roll(x.shape[-1] // 2, dims=-1)
     x.copy_(torch.addcmul(x * factors[:, 0], exchanged, factors[:, 1]))

@@ -75,6 +75,16 @@ class BpeParts(Struct, frozen=True):
     user: frozenset[int]  # whole tokens that are matched in any text
 
 
+class SamplingDefaults(Struct, frozen=True):
+    """What generation_config.json recommends where a request says nothing; None = no opinion."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
 class ModelFiles(Struct, frozen=True, kw_only=True):
     """One model as every service but the worker needs it."""
 
@@ -89,6 +99,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     special_texts: dict[str, str]  # bos_token, eos_token, ...: what a template may name
     bpe: BpeParts | None = None  # of a GGUF file
     tokenizer_json: Path | None = None  # of a Hugging Face directory
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -241,8 +252,13 @@ class _Config(Struct):
     eos_token_id: int | list[int] | None = None
 
 
-class _GenerationConfig(Struct):
+class _GenerationConfig(SamplingDefaults, frozen=True):
     eos_token_id: int | list[int] | None = None
+
+    @property
+    def defaults(self) -> SamplingDefaults:
+        names = SamplingDefaults.__struct_fields__
+        return SamplingDefaults(**{name: getattr(self, name) for name in names})
 
 
 class _NamedTemplate(Struct):
@@ -309,6 +325,7 @@ def _from_directory(folder: Path) -> ModelFiles:
         chat_template=_template(folder, texts),
         special_texts=named,
         tokenizer_json=folder / "tokenizer.json",
+        sampling_defaults=generation.defaults,
     )
 
 

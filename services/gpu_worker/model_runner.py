@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 
-from kernels.paged_attention import AttentionGroup
-from services.gpu_worker.loader import load_llama
-from services.gpu_worker.models.llama import Llama, LlamaConfig, StepInput
+from kernels.paged_attention import AttentionGroup, first_block
+from services.gpu_worker.loader import load_model
+from services.gpu_worker.models.decoder import Decoder, DecoderConfig, StepInput
 from services.gpu_worker.runner import ModelSpec, Sampled, Scheduled
 from services.gpu_worker.sampler import Sampler
 from services.gpu_worker.sequence import Sequence
@@ -36,7 +37,7 @@ class RunnerSettings(TypedDict):
 
 def load_runner(
     path: Path, *, progress: Callable[[str], None], **settings: Unpack[RunnerSettings]
-) -> "LlamaRunner":
+) -> "DecoderRunner":
     """Load the model at `path` (GGUF file or Hugging Face directory) and allocate its KV pool.
 
     Raises `ModelFileError` for the files, `ValueError` naming the setting that does not fit.
@@ -46,7 +47,7 @@ def load_runner(
     progress("reading metadata")
     files = read_model(path)
     progress(f"loading weights as {str(dtype).removeprefix('torch.')}")
-    config, weights = load_llama(path, dtype)
+    config, weights = load_model(path, dtype)
     num_blocks = settings["num_blocks"]
     if num_blocks is None:
         num_blocks = settings["kv_bytes_max"] // block_bytes(config, dtype)
@@ -59,7 +60,7 @@ def load_runner(
             f"max_model_len: {max_model_len}, but the model was trained for "
             f"{config.context_length} and the KV pool holds {num_blocks * BLOCK_SIZE} tokens"
         )
-    model = Llama(config, weights, max_model_len)
+    model = Decoder(config, weights, max_model_len)
     spec = ModelSpec(
         name=files.name,
         vocab_size=config.vocab_size,
@@ -68,7 +69,7 @@ def load_runner(
         block_size=BLOCK_SIZE,
         end_ids=files.end_ids,
     )
-    return LlamaRunner(model, spec)
+    return DecoderRunner(model, spec)
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -84,7 +85,7 @@ def compute_dtype(name: str) -> torch.dtype:
         raise ValueError(f"dtype: {name!r} is not one of auto, fp32, bf16") from None
 
 
-def block_bytes(config: LlamaConfig, dtype: torch.dtype) -> int:
+def block_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Size of one KV block over all layers."""
     per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim
     return BLOCK_SIZE * per_token * dtype.itemsize
@@ -104,14 +105,15 @@ class _Piece(NamedTuple):
         return self.sequence.block_table[: -(-self.stop // BLOCK_SIZE)]
 
 
-class LlamaRunner:
+class DecoderRunner:
     """Runs steps of one model; see `ModelRunner`."""
 
-    def __init__(self, model: Llama, spec: ModelSpec) -> None:
+    def __init__(self, model: Decoder, spec: ModelSpec) -> None:
         self.spec = spec
         self._model = model
         self._sampler = Sampler(spec.end_ids)
         config = model.config
+        self._windows = {*config.windows}
         # Zeros, because slots that are hidden from a row still take part with weight 0.
         self._pool = torch.zeros(
             config.num_layers,
@@ -156,10 +158,9 @@ class LlamaRunner:
         assert batch
         results: list[Sampled | None] = [None] * len(batch)
         groups = _grouped(batch)
-        pieces = [piece for group in groups for piece in group]
         with torch.inference_mode():
             self._clear_opened_blocks(batch)
-            step, rows = _assemble(groups, pieces, batch)
+            step, rows = _assemble(groups, self._windows, batch)
             logits = self._model.forward(step, self._pool)
             if rows:
                 sequences = [batch[row].sequence for row in rows]
@@ -199,14 +200,14 @@ def _grouped(batch: list[Scheduled]) -> list[list[_Piece]]:
 
 
 def _assemble(
-    groups: list[list[_Piece]], pieces: list[_Piece], batch: list[Scheduled]
+    groups: list[list[_Piece]], windows: set[int], batch: list[Scheduled]
 ) -> tuple[StepInput, list[int]]:
     """The step's tensors, and the rows of the batch that its sampled rows belong to."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     sampled: dict[int, int] = {}  # row of the batch -> row of the step
-    for piece in pieces:
+    for piece in chain.from_iterable(groups):
         places = range(piece.start, piece.stop)
         table = piece.sequence.block_table
         ids += piece.sequence.ids_from(piece.start, len(places))
@@ -218,25 +219,32 @@ def _assemble(
         ids=torch.tensor(ids),
         positions=torch.tensor(positions),
         slots=torch.tensor(slots),
-        groups=_attention_groups(groups),
+        groups={window: _attention_groups(groups, window) for window in windows},
         sampled=torch.tensor([*sampled.values()], dtype=torch.int64),
     )
     return step, [*sampled]
 
 
-def _attention_groups(groups: list[list[_Piece]]) -> list[AttentionGroup]:
+def _attention_groups(groups: list[list[_Piece]], window: int) -> list[AttentionGroup]:
     found = []
     begin = 0
     for group in groups:
         rows = group[0].stop - group[0].start
-        width = max(len(piece.blocks) for piece in group)
+        firsts = [first_block(piece.start, window, BLOCK_SIZE) for piece in group]
+        tables = [piece.blocks[first:] for piece, first in zip(group, firsts, strict=True)]
+        width = max(map(len, tables))
         block_ids = []
-        for piece in group:  # padded with a block of its own: no leg reads another's
-            block_ids += piece.blocks + piece.blocks[-1:] * (width - len(piece.blocks))
-        starts = torch.tensor([piece.start for piece in group])
-        positions = starts[:, None] + torch.arange(rows)
-        shared = min(piece.start for piece in group)
-        hidden = torch.arange(shared, width * BLOCK_SIZE) > positions[:, :, None, None]
+        for table in tables:  # padded with a block of its own: no leg reads another's
+            block_ids += table + table[-1:] * (width - len(table))
+        # Positions count from the first gathered token.
+        starts = [p.start - f * BLOCK_SIZE for p, f in zip(group, firsts, strict=True)]
+        positions = (torch.tensor(starts)[:, None] + torch.arange(rows))[:, :, None, None]
+        out_of_sight = window and max(starts) + rows > window
+        shared = 0 if out_of_sight else min(starts)
+        places = torch.arange(shared, width * BLOCK_SIZE)
+        hidden = places > positions
+        if out_of_sight:
+            hidden |= places <= positions - window
         found.append(
             AttentionGroup(
                 start=begin,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jinja2
 import tokenizers
-from tokenizers import AddedToken, Regex, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from services.tokenizer.shield import ControlTexts
 from services.tokenizer.template import ChatTemplate
@@ -18,6 +18,7 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
 
 
 class Tokenizer:
@@ -110,6 +111,8 @@ def _from_parts(file: Path, parts: BpeParts) -> tokenizers.Tokenizer:
         raise ModelFileError(file, "tokenizer.ggml.merges", str(error)) from error
     encoder = tokenizers.Tokenizer(model)
     encoder.pre_tokenizer = pre_tokenizer
+    if parts.pre == "qwen2":
+        encoder.normalizer = normalizers.NFC()
     encoder.add_special_tokens([_whole(parts.tokens[i], True) for i in sorted(parts.control)])
     encoder.add_tokens([_whole(parts.tokens[i], False) for i in sorted(parts.user)])
     return encoder
@@ -128,8 +131,9 @@ def _pre_tokenizer(file: Path, name: str) -> Any:
         case "smollm":
             digits = pre_tokenizers.Digits(individual_digits=True)
             return pre_tokenizers.Sequence([digits, byte_level])
-        case "llama-bpe":
-            words = pre_tokenizers.Split(Regex(_LLAMA3), behavior="isolated")
+        case "llama-bpe" | "qwen2":
+            pattern = _LLAMA3 if name == "llama-bpe" else _QWEN2
+            words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
             no_regex = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             return pre_tokenizers.Sequence([words, no_regex])
     raise ModelFileError(file, "tokenizer.ggml.pre", f"pre-tokenizer {name!r} is not known")

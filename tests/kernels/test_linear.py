@@ -26,3 +26,19 @@ def test_a_row_in_fp32_is_bitwise_the_same_in_every_batch(shape):
     for rows in (1, 2, 3, 7, 15, 16, 17, 31, 64, 127, 128, 255):
         assert torch.equal(linear(x[:rows]), whole[:rows]), rows
         assert torch.equal(linear(x[-rows:]), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_bias_is_added_and_a_row_stays_the_same_in_every_batch(shape, dtype, atol):
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype)
+    x = torch.randn(40, shape[1]).to(dtype)
+    linear = Linear(weight, bias)
+    whole = linear(x)
+    exact = linear_reference(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(whole.double(), exact, atol=atol, rtol=1e-2)
+    if dtype == torch.float32:
+        for rows in (1, 2, 3, 15, 16, 17):
+            assert torch.equal(linear(x[:rows]), whole[:rows]), rows

@@ -6,6 +6,7 @@ import torch
 from kernels.paged_attention import (
     AttentionGroup,
     attention_reference,
+    first_block,
     paged_attention,
     write_kv,
 )
@@ -30,20 +31,26 @@ class Paged:
             slots = [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(len(rows))]
             write_kv(rows, self.cache, torch.tensor(slots))
 
-    def group(self, chosen, rows, start=0):
+    def group(self, chosen, rows, start=0, window=0):
         """The last `rows` rows of each chosen sequence."""
-        width = max(len(self.tables[i]) for i in chosen)
-        ids = [self.tables[i] + self.tables[i][-1:] * (width - len(self.tables[i])) for i in chosen]
+        skipped = [first_block(self.lengths[i] - rows, window, BLOCK) for i in chosen]
+        tables = [self.tables[i][skip:] for i, skip in zip(chosen, skipped, strict=True)]
+        width = max(map(len, tables))
+        ids = [table + table[-1:] * (width - len(table)) for table in tables]
         firsts = torch.tensor([self.lengths[i] - rows for i in chosen])
-        shared = int(firsts.min())
-        positions = firsts[:, None] + torch.arange(rows)
-        hidden = torch.arange(shared, width * BLOCK) > positions[:, :, None, None]
+        firsts -= torch.tensor(skipped) * BLOCK
+        shared = 0 if window else int(firsts.min())
+        positions = (firsts[:, None] + torch.arange(rows))[:, :, None, None]
+        places = torch.arange(shared, width * BLOCK)
+        hidden = places > positions
+        if window:
+            hidden |= places <= positions - window
         stop = start + rows * len(chosen)
         return AttentionGroup(start, stop, len(chosen), torch.tensor(ids).flatten(), shared, hidden)
 
-    def expected(self, i, queries):
+    def expected(self, i, queries, **options):
         keys, values = self.keys_values[i].chunk(2, dim=1)
-        return attention_reference(queries, keys, values)
+        return attention_reference(queries, keys, values, **options)
 
 
 HEADS = [(9, 3, 64), (4, 4, 16), (8, 1, 20)]
@@ -94,4 +101,43 @@ def test_a_row_in_fp32_is_bitwise_the_same_in_every_batch(length, heads, kv_head
         chunk = torch.randn(rows, heads, head_dim)
         chunk[-1] = queries[0]
         out = paged_attention(chunk, paged.cache, [paged.group([0], rows)])
+        assert torch.equal(out[-1:], alone), rows
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), HEADS)
+@pytest.mark.parametrize("window", [1, 16, 23, 300])
+def test_a_window_scale_and_soft_cap(window, heads, kv_heads, head_dim, dtype, tolerance):
+    """Decode rows of unequal length and a chunk longer than the window, as the formula says."""
+    options = {"scale": 0.31, "cap": 2.5}
+    lengths = [1, 17, 290, 530, 620]
+    paged = Paged(lengths, kv_heads, head_dim, dtype)
+    queries = torch.randn(4 + 70, heads, head_dim).to(dtype)
+    groups = [paged.group(range(4), 1, 0, window), paged.group([4], 70, 4, window)]
+    out = paged_attention(queries, paged.cache, groups, *options.values())
+    for i in range(5):
+        part = slice(i, i + 1) if i < 4 else slice(4, None)
+        expected = paged.expected(i, queries[part], **options, window=window)
+        torch.testing.assert_close(out[part], expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("length", [5, 200, 257, 700])
+@pytest.mark.parametrize("window", [7, 16, 300])
+def test_a_windowed_row_in_fp32_is_bitwise_the_same_in_every_batch(length, window):
+    """Whichever blocks its company makes the group gather."""
+    options = (0.2, 3.0)
+    lengths = [length, 3, length + 61, 800]
+    paged = Paged(lengths, 3, 64, torch.float32)
+    queries = torch.randn(4, 9, 64)
+    group = paged.group([0], 1, 0, window)
+    alone = paged_attention(queries[:1], paged.cache, [group], *options)
+    for company in ([0, 1], [0, 2], [0, 1, 2, 3]):
+        groups = [paged.group(company, 1, 0, window)]
+        out = paged_attention(queries[: len(company)], paged.cache, groups, *options)
+        assert torch.equal(out[:1], alone), company
+    for rows in {2, min(5, length), min(length, 130)}:
+        chunk = torch.randn(rows, 9, 64)
+        chunk[-1] = queries[0]
+        groups = [paged.group([0], rows, 0, window)]
+        out = paged_attention(chunk, paged.cache, groups, *options)
         assert torch.equal(out[-1:], alone), rows

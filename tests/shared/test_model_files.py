@@ -11,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.gguf_file import TensorInfo, read_gguf
-from shared.model_files import ModelFileError, ModelFiles, Vocabulary, default_model, read_model
+from shared.model_files import (
+    ModelFileError,
+    ModelFiles,
+    SamplingDefaults,
+    Vocabulary,
+    default_model,
+    read_model,
+)
 
 UINT32, STRING, ARRAY, INT32 = 4, 8, 9, 5
 
@@ -213,6 +220,15 @@ def test_directory(tmp_path: Path) -> None:
     assert model.vocabulary.special == {4}
     assert (model.max_model_len, model.chat_template) == (128, "{{ 1 }}")
     assert model.special_texts == {"eos_token": "<|im_end|>"}
+
+
+def test_sampling_defaults_are_what_the_generation_config_names(tmp_path: Path) -> None:
+    generation = {"temperature": 0.6, "top_k": 20, "do_sample": True, "pad_token_id": 0}
+    (tmp_path / "named").mkdir()
+    (tmp_path / "silent").mkdir()
+    named = read_model(directory(tmp_path / "named", generation_config=generation))
+    assert named.sampling_defaults == SamplingDefaults(temperature=0.6, top_k=20)
+    assert read_model(directory(tmp_path / "silent")).sampling_defaults == SamplingDefaults()
 
 
 def test_template_file_wins(tmp_path: Path) -> None:

@@ -1,16 +1,16 @@
-"""Model files to weights: GGUF files and Hugging Face directories of the Llama architecture."""
+"""Model files to weights: GGUF files and Hugging Face directories of the families we know."""
 
 from pathlib import Path
 
 import torch
 
 from services.gpu_worker.loader import gguf, hugging_face
-from services.gpu_worker.models.llama import LlamaConfig, LlamaWeights
+from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights
 
-__all__ = ["load_llama"]
+__all__ = ["load_model"]
 
 
-def load_llama(path: Path, dtype: torch.dtype) -> tuple[LlamaConfig, LlamaWeights]:
+def load_model(path: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights]:
     """Sizes and weights of the model at `path`, matrices in `dtype`.
 
     Raises `ModelFileError`, at once for sizes and missing or misshapen tensors, so that nothing

@@ -1,4 +1,4 @@
-"""From named tensors of a file to `LlamaWeights`; what GGUF and safetensors have in common."""
+"""From named tensors of a file to `DecoderWeights`; what GGUF and safetensors have in common."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -6,12 +6,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from services.gpu_worker.models.llama import LayerWeights, LlamaConfig, LlamaWeights
+from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights, LayerWeights, Matrix
 
 
 class Names(NamedTuple):
-    """How a format calls the tensors. Those of a layer follow the prefix `layer`, which holds the
-    layer's number as {}; all end in ".weight".
+    """How a format calls the tensors of a family. Those of a layer follow the prefix `layer`, which
+    holds the layer's number as {}; all end in ".weight", biases in ".bias". A name "" is of a norm
+    that the family does not have. A matrix of several names is theirs stacked.
     """
 
     embedding: str
@@ -19,14 +20,16 @@ class Names(NamedTuple):
     lm_head: str
     layer: str
     attention_norm: str
-    query: str
-    key: str
-    value: str
+    qkv: tuple[str, ...]  # query, key and value, or the three as one
     attention_out: str
     mlp_norm: str
-    gate: str
-    up: str
+    gate_up: tuple[str, ...]  # gate and up, or both as one
     down: str
+    query_norm: str = ""
+    key_norm: str = ""
+    attention_post_norm: str = ""
+    mlp_post_norm: str = ""
+    biased: frozenset[str] = frozenset()  # tensors that have a bias, too
 
 
 class Tensors(Protocol):
@@ -36,17 +39,19 @@ class Tensors(Protocol):
         """Refuse a tensor that is missing, misshapen or in a format that cannot be read."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor as floating point in our layout (rotary rows in half-rotation order)."""
+        """A tensor as floating point in our layout (rotary rows in half-rotation order, norms as
+        the factors they are).
+        """
 
 
 def assemble(
-    tensors: Tensors, names: Names, config: LlamaConfig, tied: bool, dtype: torch.dtype
-) -> LlamaWeights:
+    tensors: Tensors, names: Names, config: DecoderConfig, tied: bool, dtype: torch.dtype
+) -> DecoderWeights:
     """Check every tensor first, then read; layers are read when they are taken."""
     for name, shape in _shapes(names, config, tied).items():
         tensors.check(name, shape)
     embedding = tensors.read(f"{names.embedding}.weight").to(dtype)
-    return LlamaWeights(
+    return DecoderWeights(
         embedding=embedding,
         layers=_layers(tensors, names, config.num_layers, dtype),
         norm=tensors.read(f"{names.norm}.weight").float(),
@@ -60,42 +65,68 @@ def _layers(
     for index in range(num_layers):
         prefix = names.layer.format(index)
 
-        def read(*parts: str, prefix: str = prefix) -> Tensor:
-            return torch.cat([tensors.read(f"{prefix}{part}.weight").to(dtype) for part in parts])
+        def norm(name: str, prefix: str = prefix) -> Tensor:
+            return tensors.read(f"{prefix}{name}.weight").float()
+
+        def matrix(*parts: str, prefix: str = prefix) -> Matrix:
+            weights = [tensors.read(f"{prefix}{part}.weight").to(dtype) for part in parts]
+            biases = [
+                tensors.read(f"{prefix}{part}.bias").to(dtype)
+                for part in parts
+                if part in names.biased
+            ]
+            return Matrix(_stacked(weights), _stacked(biases) if biases else None)
 
         yield LayerWeights(
-            attention_norm=read(names.attention_norm).float(),
-            qkv=read(names.query, names.key, names.value),
-            attention_out=read(names.attention_out),
-            mlp_norm=read(names.mlp_norm).float(),
-            gate_up=read(names.gate, names.up),
-            down=read(names.down),
+            attention_norm=norm(names.attention_norm),
+            qkv=matrix(*names.qkv),
+            query_norm=norm(names.query_norm) if names.query_norm else None,
+            key_norm=norm(names.key_norm) if names.key_norm else None,
+            attention_out=matrix(names.attention_out),
+            attention_post_norm=norm(names.attention_post_norm)
+            if names.attention_post_norm
+            else None,
+            mlp_norm=norm(names.mlp_norm),
+            gate_up=matrix(*names.gate_up),
+            down=matrix(names.down),
+            mlp_post_norm=norm(names.mlp_post_norm) if names.mlp_post_norm else None,
         )
 
 
-def _shapes(names: Names, config: LlamaConfig, tied: bool) -> dict[str, tuple[int, ...]]:
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _shapes(names: Names, config: DecoderConfig, tied: bool) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model needs."""
     hidden, inner = config.hidden_size, config.inner_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
+    qkv_rows = (queries, keys, keys) if len(names.qkv) == 3 else (queries + 2 * keys,)
+    gate_up_rows = (inner, inner) if len(names.gate_up) == 2 else (2 * inner,)
     of_layer: dict[str, tuple[int, ...]] = {
         names.attention_norm: (hidden,),
-        names.query: (queries, hidden),
-        names.key: (keys, hidden),
-        names.value: (keys, hidden),
+        names.query_norm: (config.head_dim,),
+        names.key_norm: (config.head_dim,),
         names.attention_out: (hidden, queries),
+        names.attention_post_norm: (hidden,),
         names.mlp_norm: (hidden,),
-        names.gate: (inner, hidden),
-        names.up: (inner, hidden),
         names.down: (hidden, inner),
+        names.mlp_post_norm: (hidden,),
     }
+    of_layer |= {n: (rows, hidden) for n, rows in zip(names.qkv, qkv_rows, strict=True)}
+    of_layer |= {n: (rows, hidden) for n, rows in zip(names.gate_up, gate_up_rows, strict=True)}
+    of_layer.pop("", None)
     shapes: dict[str, tuple[int, ...]] = {
-        names.embedding: (config.vocab_size, hidden),
-        names.norm: (hidden,),
+        f"{names.embedding}.weight": (config.vocab_size, hidden),
+        f"{names.norm}.weight": (hidden,),
     }
     if not tied:
-        shapes[names.lm_head] = (config.vocab_size, hidden)
+        shapes[f"{names.lm_head}.weight"] = (config.vocab_size, hidden)
     for index in range(config.num_layers):
         prefix = names.layer.format(index)
-        shapes |= {f"{prefix}{name}": shape for name, shape in of_layer.items()}
-    return {f"{name}.weight": shape for name, shape in shapes.items()}
+        for name, shape in of_layer.items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            if name in names.biased:
+                shapes[f"{prefix}{name}.bias"] = shape[:1]
+    return shapes

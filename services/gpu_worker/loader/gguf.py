@@ -1,18 +1,19 @@
 """Weights from a GGUF file, memory-mapped and dequantized tensor by tensor."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from services.gpu_worker.loader.assemble import Names, assemble
-from services.gpu_worker.models.llama import LlamaConfig, LlamaWeights
+from services.gpu_worker.loader.assemble import assemble
+from services.gpu_worker.loader.gguf_config import decoder_config, family_of, names_of
+from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights
 from shared.gguf_file import GgufHead, ModelFileError, read_gguf
 
+_ROPE_DIVISORS = "rope_freqs.weight"  # Llama 3.1's scaling, worked out
 _FORMATS = {
     kind.value: kind
     for kind in (
@@ -21,86 +22,43 @@ _FORMATS = {
         GGMLQuantizationType.BF16,
         GGMLQuantizationType.Q4_0,
         GGMLQuantizationType.Q4_1,
+        GGMLQuantizationType.Q5_0,
+        GGMLQuantizationType.Q5_1,
         GGMLQuantizationType.Q8_0,
+        GGMLQuantizationType.Q4_K,
+        GGMLQuantizationType.Q5_K,
+        GGMLQuantizationType.Q6_K,
     )
 }
 
-_NAMES = Names(
-    embedding="token_embd",
-    norm="output_norm",
-    lm_head="output",
-    layer="blk.{}.",
-    attention_norm="attn_norm",
-    query="attn_q",
-    key="attn_k",
-    value="attn_v",
-    attention_out="attn_output",
-    mlp_norm="ffn_norm",
-    gate="ffn_gate",
-    up="ffn_up",
-    down="ffn_down",
-)
 
-
-def load(file: Path, dtype: torch.dtype) -> tuple[LlamaConfig, LlamaWeights]:
-    """See `load_llama`."""
+def load(file: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights]:
+    """See `load_model`."""
     head = read_gguf(file)
-    config = _config(file, head)
-    tensors = _Tensors(file, head, config.head_dim)
+    tensors = _Tensors(file, head)
+    config = decoder_config(file, head.metadata, tensors.rope_divisors())
+    if head.metadata["general.architecture"] == "llama":
+        tensors.head_dim = config.head_dim
+    names = names_of(family_of(file, head.metadata), {*head.tensors})
     tied = "output.weight" not in head.tensors
-    return config, assemble(tensors, _NAMES, config, tied, dtype)
-
-
-def _config(file: Path, head: GgufHead) -> LlamaConfig:
-    metadata = head.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        reason = f"{architecture!r} is not supported, only 'llama' is"
-        raise ModelFileError(file, "general.architecture", reason)
-
-    def number(key: str, kind: type[Any], default: Any = None) -> Any:
-        value = metadata.get(f"llama.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            reason = "missing" if value is None else f"{value!r} is not a positive {kind.__name__}"
-            raise ModelFileError(file, f"llama.{key}", reason)
-        return value
-
-    heads, hidden = number("attention.head_count", int), number("embedding_length", int)
-    config = LlamaConfig(
-        vocab_size=len(metadata.get("tokenizer.ggml.tokens", ())) or number("vocab_size", int),
-        hidden_size=hidden,
-        inner_size=number("feed_forward_length", int),
-        num_layers=number("block_count", int),
-        num_heads=heads,
-        num_kv_heads=number("attention.head_count_kv", int, heads),
-        head_dim=number("attention.key_length", int, hidden // heads),
-        rms_eps=number("attention.layer_norm_rms_epsilon", float),
-        rope_base=number("rope.freq_base", float, 10_000.0),
-        context_length=number("context_length", int),
-    )
-    if config.num_heads % config.num_kv_heads:
-        reason = f"{config.num_kv_heads} does not divide {config.num_heads} heads"
-        raise ModelFileError(file, "llama.attention.head_count_kv", reason)
-    turned = metadata.get("llama.rope.dimension_count", config.head_dim)
-    if turned != config.head_dim:
-        reason = f"{turned}: only whole heads of {config.head_dim} are supported"
-        raise ModelFileError(file, "llama.rope.dimension_count", reason)
-    scaling = metadata.get("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in head.tensors:
-        raise ModelFileError(file, "llama.rope.scaling.type", "scaled rotary is not supported")
-    if metadata.get("llama.expert_count", 0):
-        raise ModelFileError(file, "llama.expert_count", "mixtures of experts are not supported")
-    return config
+    return config, assemble(tensors, names, config, tied, dtype)
 
 
 class _Tensors:
     """Tensors of one mapped file by name, as fp32."""
 
-    def __init__(self, file: Path, head: GgufHead, head_dim: int) -> None:
+    def __init__(self, file: Path, head: GgufHead) -> None:
         self._file = file
-        self._head_dim = head_dim
         self._infos = head.tensors
         self._bytes = np.memmap(file, mode="r")
+        self.head_dim = 0  # set if queries and keys are in interleaved rotary order
+
+    def rope_divisors(self) -> tuple[float, ...]:
+        info = self._infos.get(_ROPE_DIVISORS)
+        if info is None:
+            return ()
+        self.check(_ROPE_DIVISORS, info.shape)
+        return tuple(self.read(_ROPE_DIVISORS).flatten().tolist())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         info = self._infos.get(name)
@@ -113,19 +71,27 @@ class _Tensors:
             known = ", ".join(kind.name for kind in _FORMATS.values())
             reason = f"ggml type {info.ggml_type} is not supported, only {known}"
             raise ModelFileError(self._file, name, reason)
+        kind = _FORMATS[info.ggml_type]
+        block, _ = GGML_QUANT_SIZES[kind]
+        if shape[-1] % block:
+            reason = f"rows of {shape[-1]} are no whole {kind.name} blocks of {block}"
+            raise ModelFileError(self._file, name, reason)
 
     def read(self, name: str) -> Tensor:
         info = self._infos[name]
         raw = self._bytes[info.offset : info.offset + info.num_bytes]
         rows = raw.reshape(info.shape[0], -1) if len(info.shape) > 1 else raw
         # dequantize returns a view of the file for F32; the copy makes it ours and writable.
-        values = np.array(dequantize(rows, _FORMATS[info.ggml_type]), dtype=np.float32)
+        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale shows as NaN logits
+            values = np.array(dequantize(rows, _FORMATS[info.ggml_type]), dtype=np.float32)
         tensor = torch.from_numpy(values.reshape(info.shape))
-        turned = name.endswith(("attn_q.weight", "attn_k.weight"))
-        return _half_rotation(tensor, self._head_dim) if turned else tensor
+        turned = name.removesuffix(".weight").removesuffix(".bias").endswith(("attn_q", "attn_k"))
+        return _half_rotation(tensor, self.head_dim) if turned and self.head_dim else tensor
 
 
 def _half_rotation(weight: Tensor, head_dim: int) -> Tensor:
-    """GGUF orders a head's rows for rotary pairs (2i, 2i + 1); ours are (i, i + head_dim / 2)."""
-    pairs = weight.view(-1, head_dim // 2, 2, weight.shape[-1])
+    """GGUF orders the rows of a Llama's head for rotary pairs (2i, 2i + 1); ours are
+    (i, i + head_dim / 2).
+    """
+    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

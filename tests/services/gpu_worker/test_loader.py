@@ -7,7 +7,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.torch import save_file
 
-from services.gpu_worker.loader import load_llama
+from services.gpu_worker.loader import load_model
+from services.gpu_worker.models.decoder import Matrix
 from shared.gguf_file import ModelFileError, read_gguf
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 64, 96, 2, 4, 2, 50
@@ -121,15 +122,19 @@ def write_gguf(file, arrays, kind=GGMLQuantizationType.F32, architecture="llama"
 def flat(loaded):
     """Every tensor of the loaded weights."""
     _, found = loaded
-    layers = [tensor for layer in found.layers for tensor in layer]
+    layers = []
+    for layer in found.layers:
+        for part in layer:
+            layers += part if isinstance(part, Matrix) else [part]
+    layers = [tensor for tensor in layers if tensor is not None]
     return [found.embedding, found.norm, found.lm_head, *layers]
 
 
 def test_both_formats_give_the_same_weights(tmp_path):
     """One model, written as a directory and as GGUF: rotary rows are brought into one order."""
     tensors = weights()
-    folder = load_llama(write_directory(tmp_path / "hf", tensors=tensors), torch.float32)
-    file = load_llama(write_gguf(tmp_path / "m.gguf", to_gguf(tensors)), torch.float32)
+    folder = load_model(write_directory(tmp_path / "hf", tensors=tensors), torch.float32)
+    file = load_model(write_gguf(tmp_path / "m.gguf", to_gguf(tensors)), torch.float32)
     assert file[0] == folder[0]
     for ours, theirs in zip(flat(file), flat(folder), strict=True):
         assert torch.equal(ours, theirs)
@@ -137,27 +142,27 @@ def test_both_formats_give_the_same_weights(tmp_path):
 
 def test_a_layer_is_fused_in_the_order_that_the_model_splits(tmp_path):
     tensors = weights()
-    _, found = load_llama(write_directory(tmp_path / "hf", tensors=tensors), torch.float32)
+    _, found = load_model(write_directory(tmp_path / "hf", tensors=tensors), torch.float32)
     layer = next(iter(found.layers))
     prefix = "model.layers.0."
     parts = [tensors[f"{prefix}self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert torch.equal(layer.qkv, torch.cat(parts))
+    assert torch.equal(layer.qkv.weight, torch.cat(parts))
     parts = [tensors[f"{prefix}mlp.{part}_proj.weight"] for part in ("gate", "up")]
-    assert torch.equal(layer.gate_up, torch.cat(parts))
+    assert torch.equal(layer.gate_up.weight, torch.cat(parts))
 
 
-@pytest.mark.parametrize("name", ["F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_quantized_tensors_are_read_as_they_were_written(tmp_path, name):
     kind = GGMLQuantizationType[name]
     arrays = to_gguf(weights())
-    _, found = load_llama(write_gguf(tmp_path / "m.gguf", arrays, kind), torch.float32)
+    _, found = load_model(write_gguf(tmp_path / "m.gguf", arrays, kind), torch.float32)
     expected = dequantize(quantize(arrays["token_embd.weight"], kind), kind)
     assert np.array_equal(found.embedding.numpy(), expected)
 
 
 def test_shards_are_found_through_the_index(tmp_path):
     tensors = weights()
-    whole = load_llama(write_directory(tmp_path / "whole", tensors=tensors), torch.float32)
+    whole = load_model(write_directory(tmp_path / "whole", tensors=tensors), torch.float32)
     folder = write_directory(tmp_path / "shards")
     names = sorted(tensors)
     parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -165,7 +170,7 @@ def test_shards_are_found_through_the_index(tmp_path):
         save_file({name: tensors[name] for name in part}, str(folder / shard))
     index = {"weight_map": {name: shard for shard, part in parts.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for ours, theirs in zip(flat(load_llama(folder, torch.float32)), flat(whole), strict=True):
+    for ours, theirs in zip(flat(load_model(folder, torch.float32)), flat(whole), strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -173,23 +178,25 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     tensors = weights()
     del tensors["lm_head.weight"]
     config = CONFIG | {"tie_word_embeddings": True}
-    _, found = load_llama(write_directory(tmp_path / "hf", config, tensors), torch.float32)
+    _, found = load_model(write_directory(tmp_path / "hf", config, tensors), torch.float32)
     assert found.lm_head is found.embedding
-    _, found = load_llama(write_gguf(tmp_path / "m.gguf", to_gguf(tensors)), torch.float32)
+    _, found = load_model(write_gguf(tmp_path / "m.gguf", to_gguf(tensors)), torch.float32)
     assert found.lm_head is found.embedding
 
 
 def test_matrices_come_in_the_dtype_asked_for_and_norms_in_fp32(tmp_path):
     tensors = {name: tensor.half() for name, tensor in weights().items()}
-    _, found = load_llama(write_directory(tmp_path / "hf", tensors=tensors), torch.bfloat16)
+    _, found = load_model(write_directory(tmp_path / "hf", tensors=tensors), torch.bfloat16)
     layer = next(iter(found.layers))
-    assert found.embedding.dtype == layer.qkv.dtype == layer.down.dtype == torch.bfloat16
+    assert (
+        found.embedding.dtype == layer.qkv.weight.dtype == layer.down.weight.dtype == torch.bfloat16
+    )
     assert found.norm.dtype == layer.mlp_norm.dtype == torch.float32
 
 
 def refused(path, what, reason):
     with pytest.raises(ModelFileError) as caught:
-        load_llama(path, torch.float32)
+        load_model(path, torch.float32)
     assert caught.value.what == what
     assert reason in caught.value.reason
 
@@ -199,8 +206,10 @@ def refused(path, what, reason):
     [
         ({"model_type": "mamba"}, "model_type", "'mamba'"),
         ({"hidden_act": "gelu"}, "hidden_act", "'gelu'"),
-        ({"attention_bias": True}, "attention_bias", "True"),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling", "'llama3'"),
+        ({"attention_bias": True}, "model.layers.0.self_attn.o_proj.bias", "missing"),
+        ({"mlp_bias": True}, "model.layers.0.mlp.down_proj.bias", "missing"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling.low_freq_factor", "missing"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type", "'dynamic'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads", "3"),
         ({"hidden_size": "big"}, "content", "$.hidden_size"),
         ({"num_hidden_layers": 0}, "content", "$.num_hidden_layers"),
@@ -245,7 +254,7 @@ def test_foreign_ggufs_are_refused_by_key_or_tensor(tmp_path):
     refused(write_gguf(file, arrays, rope=8), "llama.rope.dimension_count", "8")
     refused(write_gguf(file, arrays, experts=8), "llama.expert_count", "experts")
     refused(
-        write_gguf(file, arrays, GGMLQuantizationType.Q5_0), "token_embd.weight", "not supported"
+        write_gguf(file, arrays, GGMLQuantizationType.MXFP4), "token_embd.weight", "not supported"
     )
     refused(
         write_gguf(file, arrays | {"blk.1.ffn_up.weight": np.zeros((32, 64), np.float32)}),

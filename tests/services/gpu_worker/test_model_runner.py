@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from services.gpu_worker.model_runner import QUERY_TILE, LlamaRunner, compute_dtype, load_runner
+from services.gpu_worker.model_runner import QUERY_TILE, DecoderRunner, compute_dtype, load_runner
 from services.gpu_worker.runner import Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.tokenizer.tokenizer import Tokenizer
@@ -19,6 +19,7 @@ from shared.kv import BLOCK_SIZE
 from shared.messages import ChatPrompt
 from shared.model_files import default_model, read_model
 from shared.sampling import SamplingParams
+from tests.services.gpu_worker.legs_kit import Legs
 
 VOCAB = 49_152
 
@@ -43,47 +44,6 @@ def runner():
 @pytest.fixture(scope="module")
 def coarse():
     return load("bf16")
-
-
-class Legs:
-    """Drives a runner as the batcher would: one step over all legs, a budget per leg."""
-
-    def __init__(self, runner):
-        self.runner = runner
-        self.free = list(range(runner.spec.num_blocks))[::-1]  # block 0 is used last
-        self.results = {}
-
-    def add(self, prompt_ids, output_ids=(), **params):
-        params = {"temperature": 0.0, "logprobs": 5} | params
-        leg = Sequence(
-            list(prompt_ids),
-            SamplingParams(max_tokens=1000, **params),
-            output_ids=list(output_ids),
-        )
-        self.results[leg] = []
-        return leg
-
-    def step(self, budgets):
-        batch = []
-        for leg, budget in budgets.items():
-            count = min(budget, leg.num_tokens - leg.num_computed_tokens)
-            need = -(-(leg.num_computed_tokens + count) // BLOCK_SIZE)
-            while len(leg.block_table) < need:
-                leg.block_table.append(self.free.pop())
-            batch.append(Scheduled(leg, count))
-        results = self.runner.execute(batch)
-        for (leg, count), sampled in zip(batch, results, strict=True):
-            assert (sampled is None) == (leg.num_computed_tokens + count < leg.num_tokens)
-            leg.num_computed_tokens += count
-            if sampled is not None:
-                self.results[leg].append(sampled)
-                leg.output_ids.append(sampled.token_id)
-
-    def run(self, budgets, count):
-        """Steps until every leg has `count` results."""
-        while any(len(self.results[leg]) < count for leg in budgets):
-            self.step({leg: n for leg, n in budgets.items() if len(self.results[leg]) < count})
-        return [self.results[leg] for leg in budgets]
 
 
 TEXT = (
@@ -239,7 +199,7 @@ def test_rows_that_do_not_reach_the_last_id_sample_nothing(runner, ids):
 
 def test_the_bound_of_a_step_grows_with_its_work(coarse, ids):
     """Before the warm-up it is generous, after it never below five seconds."""
-    runner = LlamaRunner(coarse._model, coarse.spec)
+    runner = DecoderRunner(coarse._model, coarse.spec)
     small = Scheduled(Sequence(ids[:1], SamplingParams(max_tokens=1)), 1)
     large = Scheduled(Sequence(ids * 4, SamplingParams(max_tokens=1)), len(ids) * 4)
     assert runner.phase_bound_ms([small]) == 60_000

@@ -1,0 +1,172 @@
+"""The decoder of Llama and of the families around it, configured (`families.py` says how).
+
+    h = embedding[ids]
+    per layer:  h += attention(rms_norm(h));  h += down(silu(gate(x)) * up(x)), x = rms_norm(h)
+    logits = lm_head(rms_norm(h))
+
+The residual `h` and all norms are fp32 in every precision; products run in the weights' dtype.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from msgspec import Struct
+from torch import Tensor
+
+from kernels.gated import gelu_and_mul, silu_and_mul
+from kernels.linear import Linear
+from kernels.paged_attention import AttentionGroup, paged_attention, write_kv
+from kernels.rms_norm import rms_norm
+from kernels.rotary_embedding import rotary_embedding_
+from kernels.softcap import softcap
+from services.gpu_worker.models.rope import Rope
+
+
+class DecoderConfig(Struct, frozen=True, kw_only=True):
+    """Sizes of a model, and where it differs from Llama."""
+
+    vocab_size: int
+    hidden_size: int
+    inner_size: int  # of the feed-forward layer
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+    context_length: int  # positions the model was trained for
+    rope: Rope
+    local_rope: Rope | None = None  # of the layers with a window; None = `rope`
+    windows: tuple[int, ...]  # per layer: tokens that a token sees, itself included; 0 = all
+    query_scale: float  # of the attention scores
+    attention_softcap: float = 0.0  # 0 = none
+    logits_softcap: float = 0.0
+    embedding_scale: float = 1.0
+    gelu: bool = False
+
+
+class Matrix(NamedTuple):
+    """A fixed product: weight [out, in] and bias [out], in the compute dtype."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+class LayerWeights(NamedTuple):
+    """Norms are fp32; None where the family has none."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Matrix  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]: queries, keys, values
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None  # [head_dim]
+    attention_out: Matrix  # [hidden, num_heads * head_dim]
+    attention_post_norm: Tensor | None  # [hidden]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Matrix  # [2 * inner, hidden]: gate, then up
+    down: Matrix  # [hidden, inner]
+    mlp_post_norm: Tensor | None  # [hidden]
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderWeights:
+    """What a loader hands over. `layers` is read once, layer by layer, so that a model that packs
+    them holds only one layer twice.
+    """
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: Iterable[LayerWeights]
+    norm: Tensor  # [hidden] fp32
+    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+
+
+class StepInput(NamedTuple):
+    """One step over any mix of prefill chunks and decode rows; one row per token."""
+
+    ids: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows]
+    slots: Tensor  # int64 [rows]: where each row's K and V go
+    groups: dict[int, list[AttentionGroup]]  # by window; each list covers all rows
+    sampled: Tensor  # int64: the rows whose logits are wanted
+
+
+class _Layer:
+    """One layer, its matrices packed."""
+
+    def __init__(self, config: DecoderConfig, weights: LayerWeights, window: int) -> None:
+        self._config = config
+        self._attention_norm = weights.attention_norm
+        self._attention_post_norm = weights.attention_post_norm
+        self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
+        self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
+        self._qkv = Linear(*weights.qkv)
+        self._attention_out = Linear(*weights.attention_out)
+        self._gate_up = Linear(*weights.gate_up)
+        self._down = Linear(*weights.down)
+        self._gated = gelu_and_mul if config.gelu else silu_and_mul
+        self._dtype = weights.qkv.weight.dtype
+        self.window = window
+
+    def add_to(self, hidden: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> None:
+        """Add what this layer says to the residual `hidden` [rows, hidden]."""
+        x = self._normalized(hidden, self._attention_norm)
+        out = self._attention_out(self._attention(self._qkv(x), factors, step, cache))
+        hidden += self._post_normalized(out, self._attention_post_norm)
+        x = self._normalized(hidden, self._mlp_norm)
+        out = self._down(self._gated(self._gate_up(x)))
+        hidden += self._post_normalized(out, self._mlp_post_norm)
+
+    def _attention(self, qkv: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> Tensor:
+        config = self._config
+        heads = qkv.view(qkv.shape[0], -1, config.head_dim)
+        queries = heads[:, : config.num_heads]
+        keys = heads[:, config.num_heads : -config.num_kv_heads]
+        if self._query_norm is not None:
+            queries.copy_(self._normalized(queries.float(), self._query_norm))
+        if self._key_norm is not None:
+            keys.copy_(self._normalized(keys.float(), self._key_norm))
+        rotary_embedding_(heads[:, : -config.num_kv_heads], factors)
+        write_kv(heads[:, config.num_heads :], cache, step.slots)
+        groups = step.groups[self.window]
+        scale, cap = config.query_scale, config.attention_softcap
+        return paged_attention(queries, cache, groups, scale, cap).flatten(1)
+
+    def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._config.rms_eps).to(self._dtype)
+
+    def _post_normalized(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rms_norm(x.float(), weight, self._config.rms_eps)
+
+
+class Decoder:
+    """Weights ready to compute with. `forward` is all that a runner needs of a model."""
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int) -> None:
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self._embedding = weights.embedding
+        self._layers = [
+            _Layer(config, layer, window)
+            for layer, window in zip(weights.layers, config.windows, strict=True)
+        ]
+        self._norm = weights.norm
+        self._lm_head = Linear(weights.lm_head)
+        self._rotary = config.rope.table(max_model_len)
+        local = config.local_rope
+        self._local_rotary = local.table(max_model_len) if local else self._rotary
+
+    def forward(self, step: StepInput, kv_pool: Tensor) -> Tensor:
+        """Writes the step's K and V into `kv_pool` [layers, 2, kv_heads, blocks, block_size,
+        head_dim]; returns logits fp32 [sampled, vocab].
+        """
+        config = self.config
+        whole = self._rotary[step.positions]
+        local = self._local_rotary[step.positions] if config.local_rope else whole
+        hidden = self._embedding[step.ids].float()
+        if config.embedding_scale != 1:
+            hidden *= config.embedding_scale
+        for layer, cache in zip(self._layers, kv_pool, strict=True):
+            layer.add_to(hidden, local if layer.window else whole, step, cache)
+        if not len(step.sampled):
+            return hidden.new_empty(0, config.vocab_size)
+        x = rms_norm(hidden[step.sampled], self._norm, config.rms_eps).to(self.dtype)
+        return softcap(self._lm_head(x).float(), config.logits_softcap)

@@ -1,0 +1,1 @@
+"""What the default model says in fp32, as `transformers` computed it from the same weights."""

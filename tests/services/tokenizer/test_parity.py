@@ -1,0 +1,130 @@
+"""Ids of the default model against byte-level BPE written from its description, word by word;
+of a Qwen vocabulary against `transformers`.
+
+(What `transformers` builds from the GGUF file is no reference: it leaves out that digits are cut
+one by one before words are.)
+"""
+
+import unicodedata
+from itertools import pairwise
+
+import pytest
+import regex
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.tokenizer.tokenizer import Tokenizer, _from_parts
+from shared.model_files import BpeParts, byte_alphabet, default_model, read_model
+
+_WORDS = regex.compile(
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+CORPUS = [
+    "",
+    "Hello, world!",
+    "1234567890 12 3",
+    "  12  3",
+    "x½ Ⅷ ٣٤ ² ①",
+    "it's they'll WE'RE 'd 's",
+    "naïve Ελλάδα Привет 今日は안녕 हिन्दी العربية",
+    "mixed日本andEnglish中",
+    "line\r\nline\n\r\n\n  \n\ttab\t\t end",
+    "   leading, trailing   ",
+    " ",
+    "\t",
+    "\n\n\n",
+    "zero\u200bwidth\u200d joiner\ufeff",
+    "nbsp\u00a0\u2003\u3000space",
+    "control\x00\x01\x1f\x7f\x85",
+    "👩‍👩‍👧🇫🇷 é e\u0301",
+    "<|im_end|> after  <|im_start|>",
+    "a<|im_start|>user\nhi<|im_end|>\n",
+    "<|im_end|><|im_end|>  x",
+    "<|im_end |> <|im_start",
+    "def f(x):\n    return x ** 2  # ok\n",
+    "https://example.com/a_b?c=1&d=%20",
+    "\U0010ffff\ue000",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 5,
+]
+
+
+class Reference:
+    """Merges the best pair of a word until none is left; knows nothing of libraries."""
+
+    def __init__(self, files):
+        parts = files.bpe
+        self.ids = {token: i for i, token in enumerate(parts.tokens)}
+        self.ranks = {tuple(pair.split(" ")): rank for rank, pair in enumerate(parts.merges)}
+        self.chars = {byte: char for char, byte in byte_alphabet().items()}
+        whole = sorted((parts.tokens[i] for i in parts.control | parts.user), key=len, reverse=True)
+        self.whole = regex.compile("(" + "|".join(map(regex.escape, whole)) + ")")
+
+    def encode(self, text):
+        ids = []
+        for number, piece in enumerate(self.whole.split(text)):
+            if number % 2:
+                ids.append(self.ids[piece])
+            else:
+                for word in self.words(piece):
+                    ids += self.merged([self.chars[byte] for byte in word.encode()])
+        return ids
+
+    def words(self, text):
+        run = ""
+        for char in text:
+            if unicodedata.category(char).startswith("N"):
+                yield from _WORDS.findall(run)
+                yield char
+                run = ""
+            else:
+                run += char
+        yield from _WORDS.findall(run)
+
+    def merged(self, symbols):
+        """The vocabulary lacks 21 bytes (0x16 is one) and has no token for the unknown: they go."""
+        symbols = [symbol for symbol in symbols if symbol in self.ids]
+        worst = len(self.ranks)
+        while len(symbols) > 1:
+            ranks = (self.ranks.get(pair, worst) for pair in pairwise(symbols))
+            rank, at = min((rank, at) for at, rank in enumerate(ranks))
+            if rank == worst:
+                break
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        return [self.ids[symbol] for symbol in symbols]
+
+
+FILES = read_model(default_model())
+OURS, REFERENCE = Tokenizer(FILES), Reference(FILES)
+
+
+@pytest.mark.parametrize("text", CORPUS)
+def test_odd_strings_have_the_ids_of_the_reference(text):
+    assert OURS.encode(text) == REFERENCE.encode(text)
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs", "Cn"])))
+@settings(max_examples=200, deadline=None)
+def test_any_text_has_the_ids_of_the_reference(text):
+    assert OURS.encode(text) == REFERENCE.encode(text)
+
+
+@pytest.mark.parametrize(
+    "text", [*CORPUS, "ASCII é e\u0301 \u212b ¼ x\n\n 1 22 333 4444", "!!\n\n a"]
+)
+def test_a_qwen_vocabulary_has_the_ids_of_transformers(text):
+    """The default model's merges cut into words as Qwen cuts them, composed characters first."""
+    bpe = FILES.bpe
+    control = frozenset(i for i in bpe.control if bpe.tokens[i] == "<|im_end|>")
+    parts = BpeParts("qwen2", bpe.tokens, bpe.merges, control, frozenset())
+    ours = _from_parts(FILES.path, parts).encode(text, add_special_tokens=False).ids
+    assert ours == QWEN.encode(text, add_special_tokens=False)
+
+
+QWEN = transformers.Qwen2Tokenizer(
+    vocab=REFERENCE.ids,
+    merges=[*REFERENCE.ranks],
+    unk_token="<|im_end|>",
+    eos_token="<|im_end|>",
+    pad_token="<|im_end|>",
+)
