@@ -49,8 +49,8 @@ the frequencies of keys already cached would change.
 
 def page():
     lines = [
-        "| model | directory: logits, ids | bitwise | GGUF: logits, ids |",
-        "|---|---|---|---|",
+        "| model | directory: logits, ids | bitwise | bf16 | GGUF: logits, ids |",
+        "|---|---|---|---|---|",
     ]
     for name in CASES:
         gguf = "yes" if name in ARCHITECTURES else "not tested"
