@@ -11,7 +11,7 @@ from typing import Any
 from deploy.errors import ClusterError
 
 TIMEOUT_S = 120.0  # between two chunks; the gateway pings far more often
-SAMPLE = "Why is the sky blue? Answer in one sentence."
+SAMPLE = "What is the capital of France?"
 SAMPLE_TOKENS = 64
 SAMPLE_S = 60.0
 CHAT_TEMPERATURE = 0.2  # what the default model's card advises; at 1, the API's default, it rambles
