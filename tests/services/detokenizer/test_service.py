@@ -14,20 +14,11 @@ from shared.model_files import default_model
 from shared.sampling import TextParams
 from shared.subjects import inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.launches import launch_of
 
 
 def launch(**settings: Any) -> Launch:
-    return Launch(
-        role="detokenizer",
-        name="detokenizer-0",
-        instance="detok-1",
-        model=str(default_model()),
-        nats_url="",
-        nats_user="",
-        nats_password="",
-        run_dir="",
-        settings=settings,
-    )
+    return launch_of("detokenizer", "detok-1", settings, model=str(default_model()))
 
 
 async def test_a_step_becomes_text_at_the_gateway() -> None:

@@ -34,6 +34,7 @@ from shared.messages import (
 from shared.sampling import SamplingParams
 from shared.subjects import DIED, beat, inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.launches import launch_of
 
 FAST = {"step_ms": 1, "per_token_us": 0, "output_tokens_max": 0, "num_blocks": 256}
 Heard = Started | StepDone | Ended | Failed | RouteLost | Renewed | Beat | Died
@@ -82,17 +83,8 @@ class Mesh:
 
 
 def launch(sim: dict[str, Any], **changes: Any) -> Launch:
-    return Launch(
-        role="gpu_worker",
-        name="gpu_worker-0",
-        instance="gpu_worker-0-aaaaaa",
-        model_name="m",
-        nats_url="",
-        nats_user="",
-        nats_password="",
-        run_dir="",
-        settings={"engine": "sim", "drain_s": 0.2, "sim": sim, **changes},
-    )
+    settings = {"engine": "sim", "drain_s": 0.2, "sim": sim, **changes}
+    return launch_of("gpu_worker", "gpu_worker-0-aaaaaa", settings, model_name="m")
 
 
 def engine_pid(worker: GpuWorker) -> int:

@@ -20,6 +20,7 @@ from shared.errors import Unavailable
 from shared.messages import BlocksFound, LookupBlocks, encode
 from shared.subjects import inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.launches import launch_of
 
 HASHES = [bytes([n]) * 16 for n in range(6)]
 
@@ -73,17 +74,7 @@ async def test_no_redis_is_said_at_once(tmp_path: Path) -> None:
 
 
 def launch(url: str, **settings: object) -> Launch:
-    return Launch(
-        role="kv_tier",
-        name="kv_tier-0",
-        instance="kv_tier-0-a",
-        nats_url="",
-        nats_user="",
-        nats_password="",
-        redis_url=url,
-        run_dir="",
-        settings=settings,
-    )
+    return launch_of("kv_tier", "kv_tier-0-a", settings, redis_url=url)
 
 
 class Asker:

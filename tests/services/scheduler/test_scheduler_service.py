@@ -8,20 +8,12 @@ from shared import subjects
 from shared.config import ConfigError, Launch
 from shared.messages import Accepted, Beacon, Beat, Run, ToGateway, encode
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.launches import launch_of
 from tests.services.scheduler.test_scheduler import submit
 
 
 def launch(**settings: object) -> Launch:
-    return Launch(
-        role="scheduler",
-        name="scheduler-0",
-        instance="scheduler-0-1",
-        nats_url="",
-        nats_user="",
-        nats_password="",
-        run_dir="",
-        settings=dict(settings),
-    )
+    return launch_of("scheduler", "scheduler-0-1", settings)
 
 
 async def test_a_scheduler_leads_accepts_and_places() -> None:

@@ -25,6 +25,7 @@ from shared.messages import (
 from shared.model_files import default_model, read_model
 from shared.subjects import inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.launches import launch_of
 
 FILES = read_model(default_model())
 CORE = TokenizerCore("tok-1", FILES, Config(max_prompts=4))
@@ -214,17 +215,7 @@ def test_long_questions_are_bounded() -> None:
 
 
 def launch(**settings: Any) -> Launch:
-    return Launch(
-        role="tokenizer",
-        name="tokenizer-0",
-        instance="tok-1",
-        model=str(default_model()),
-        nats_url="",
-        nats_user="",
-        nats_password="",
-        run_dir="",
-        settings=settings,
-    )
+    return launch_of("tokenizer", "tok-1", settings, model=str(default_model()))
 
 
 async def test_actor_answers_over_the_bus() -> None:
