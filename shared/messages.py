@@ -66,6 +66,7 @@ class Generate(Message, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     salt: bytes = b""  # root of the block hashes (`shared.kv.tenant_salt`)
     deadline_ms: int = 0  # what remains
+    bad_words: list[str] | None = None  # texts to avoid, to become `SamplingParams.bad_words`
 
 
 class TokenizedPrompt(Struct, frozen=True, array_like=True, gc=False):
@@ -82,6 +83,7 @@ class Tokenized(Message, frozen=True, kw_only=True):
     attempt: int
     tokenizer: str
     prompts: list[TokenizedPrompt]
+    bad_words: list[bytes] | None = None  # packed ids of every way to write each text
 
 
 class Detokenize(Message, frozen=True, kw_only=True):
@@ -181,6 +183,14 @@ class TokenLogprobs(Struct, frozen=True, array_like=True, gc=False):
     top_logprobs: tuple[float, ...] = ()
 
 
+class PromptLogprobs(Struct, frozen=True, array_like=True, gc=False):
+    """A whole prompt, and one entry of `logprobs` and `ranks` for each id but the first."""
+
+    ids: bytes
+    logprobs: list[TokenLogprobs]
+    ranks: list[int]  # of the id itself at its position, 1 = the best
+
+
 End = Literal["", "stop", "length"]
 """How the worker ended a leg at its last id: an end id, or max_tokens / the model's context."""
 
@@ -198,7 +208,10 @@ class TextContext(Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepRecord(Struct, frozen=True, array_like=True, gc=False):
-    """New ids of one leg. `context` is set first in an epoch and after > 2 s of silence."""
+    """New ids of one leg. `context` is set first in an epoch and after > 2 s of silence.
+
+    `prompt_logprobs`, where they were asked for, ride in every record of index 0.
+    """
 
     request_id: str
     choice: int
@@ -209,6 +222,7 @@ class StepRecord(Struct, frozen=True, array_like=True, gc=False):
     end: End = ""
     logprobs: list[TokenLogprobs] | None = None
     context: TextContext | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class StepDone(Message, frozen=True, kw_only=True):
@@ -251,6 +265,17 @@ class TokenText(Struct, frozen=True, array_like=True, gc=False):
     top: list[tuple[str, bytes, float]] = []  # token, raw, logprob; best first
 
 
+class PromptToken(Struct, frozen=True, array_like=True, gc=False):
+    """One id of a prompt as a client is shown it; the first has no `logprob`."""
+
+    token_id: int
+    token: str
+    raw: bytes
+    logprob: float | None = None
+    rank: int = 0
+    top: list[tuple[int, str, bytes, float]] = []  # id, token, raw, logprob; best first
+
+
 class TextRecord(Struct, frozen=True, array_like=True, gc=False):
     """Ids of one leg, and the text that they release (maybe none, maybe that of earlier ids).
 
@@ -266,6 +291,7 @@ class TextRecord(Struct, frozen=True, array_like=True, gc=False):
     finish_reason: str = ""  # "", "stop", "length"
     stop_reason: str | int | None = None  # the stop string or stop id that matched
     logprobs: list[TokenText] | None = None  # one per id, even if its text is held back
+    prompt_logprobs: list[PromptToken] | None = None  # one per prompt id, with index 0
 
 
 class TextDelta(Message, frozen=True, kw_only=True):

@@ -24,6 +24,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = none, 0 = the chosen id only, k = and the k best
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each may not follow the others
+    allowed_token_ids: tuple[int, ...] = ()  # () = all
+    prompt_logprobs: int | None = None  # like logprobs, of the prompt's ids
 
 
 class TextParams(Struct, frozen=True, kw_only=True, omit_defaults=True):

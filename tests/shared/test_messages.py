@@ -35,6 +35,9 @@ SAMPLING = SamplingParams(
     stop_token_ids=(3, 4),
     ignore_eos=True,
     logprobs=2,
+    bad_words=((5,), (6, 7)),
+    allowed_token_ids=(1, 2),
+    prompt_logprobs=1,
 )
 TEXT = TextParams(stop=("a", "b"), include_stop_str=True, skip_special_tokens=False, min_tokens=1)
 SUBMIT = m.Submit(
@@ -72,9 +75,14 @@ EXAMPLES: list[m.Message] = [
         add_special_tokens=False,
         salt=b"s",
         deadline_ms=10,
+        bad_words=["y"],
     ),
     m.Tokenized(
-        request_id=ID, attempt=1, tokenizer="t", prompts=[m.TokenizedPrompt(IDS, b"h" * 16)]
+        request_id=ID,
+        attempt=1,
+        tokenizer="t",
+        prompts=[m.TokenizedPrompt(IDS, b"h" * 16)],
+        bad_words=[IDS],
     ),
     m.Detokenize(request_id=ID, attempt=1, gateway="g", ids=IDS, skip_special_tokens=True),
     m.Detokenized(request_id=ID, attempt=1, tokenizer="t", text="é"),
@@ -88,7 +96,16 @@ EXAMPLES: list[m.Message] = [
         step=9,
         records=[
             m.StepRecord(
-                ID, 1, 2, "g", 3, IDS, "stop", LOGPROBS, m.TextContext(IDS, IDS, TEXT, True)
+                ID,
+                1,
+                2,
+                "g",
+                3,
+                IDS,
+                "stop",
+                LOGPROBS,
+                m.TextContext(IDS, IDS, TEXT, True),
+                m.PromptLogprobs(IDS, LOGPROBS, [1]),
             )
         ],
     ),
@@ -106,6 +123,7 @@ EXAMPLES: list[m.Message] = [
                 "stop",
                 "b",
                 [m.TokenText(-0.5, "t", b"t", [("t", b"t", -0.5)])],
+                [m.PromptToken(1, "t", b"t", -0.5, 1, [(1, "t", b"t", -0.5)])],
             )
         ],
     ),
