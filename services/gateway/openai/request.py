@@ -37,7 +37,7 @@ class Checked(Struct, frozen=True, kw_only=True):
     """A request that may be opened, and how its answer is to be written."""
 
     spec: SessionSpec
-    endpoint: Literal["chat", "completions"]
+    endpoint: Literal["chat", "completions", "responses"]
     stream: bool
     include_usage: bool = False
     echo: bool = False  # completions: the prompt comes before the answer
