@@ -152,7 +152,7 @@ class Cluster:
 
     def _server_specs(self) -> tuple[servers.Server, servers.Server]:
         try:
-            nats = servers.nats_server(self._run_dir.servers)
+            nats = servers.nats_server(self._run_dir.servers, self._config.nats.port)
             redis = servers.redis_server(self._run_dir.servers, self._config.redis.maxmemory_mb)
         except servers.ServerError as error:
             raise ClusterError(f"{error}.") from error

@@ -31,11 +31,15 @@ class ClusterTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class NatsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[nats]`."""
 
+    port: Port = 0  # 0 = any free port
+    services_url: str = ""  # where services connect, if not to the server itself: to a proxy
+
 
 class RedisTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[redis]`."""
 
     maxmemory_mb: Count
+    services_socket: str = ""  # where services connect, if not to the server itself: to a proxy
 
 
 class Service(Struct, frozen=True):

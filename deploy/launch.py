@@ -4,14 +4,15 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from msgspec import Struct
 
+from deploy import servers
 from deploy.child import ChildSpec, Command
 from deploy.config import ClusterConfig
 from deploy.model import Model
 from deploy.run_dir import RunDir
-from deploy.servers import Server
 from shared.config import Launch
 
 
@@ -21,8 +22,8 @@ class Launcher(Struct, frozen=True):
     config: ClusterConfig
     model: Model
     run_dir: RunDir
-    nats: Server
-    redis: Server
+    nats: servers.Server
+    redis: servers.Server
     listen_fd: int
     secret: str  # hex
 
@@ -65,16 +66,20 @@ class Launcher(Struct, frozen=True):
             pool=self.config.cluster.pool,
             model=str(self.model.path),
             model_name=self.model.name,
-            nats_url=self.nats.url,
+            nats_url=self.config.nats.services_url or self.nats.url,
             nats_user=self.nats.user,
             nats_password=self.nats.password,
-            redis_url=self.redis.url,
+            redis_url=self._redis_url(),
             secret=self.secret,
             run_dir=str(self.run_dir.path),
             listen_fd=self.listen_fd if role == "gateway" else None,
             status_fd=status_fd,
             settings=settings,
         )
+
+    def _redis_url(self) -> str:
+        path = self.config.redis.services_socket
+        return servers.redis_url(Path(path), self.redis.password) if path else self.redis.url
 
 
 def new_secret() -> str:

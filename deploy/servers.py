@@ -145,9 +145,14 @@ def redis_server(run_dir: Path, max_memory_mb: int = 256) -> Server:
         command=[binary, str(config)],
         run_dir=run_dir,
         log=run_dir / "redis.log",
-        url=f"unix://:{password}@{quote(str(path))}",
+        url=redis_url(path, password),
         password=password,
     )
+
+
+def redis_url(path: Path, password: str) -> str:
+    """The Redis that listens on the unix socket at `path`."""
+    return f"unix://:{password}@{quote(str(path))}"
 
 
 def start(server: Server, timeout_s: float = 10.0) -> Running:

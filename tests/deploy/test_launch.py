@@ -70,6 +70,17 @@ def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) ->
     assert not file.exists()
 
 
+def test_services_can_be_sent_through_proxies(tmp_path: Path) -> None:
+    """Services connect where they are told to, with the credentials of the servers behind it."""
+    run_dir = RunDir(tmp_path)
+    proxied = launcher(
+        run_dir, "nats.services_url=nats://127.0.0.1:7", "redis.services_socket=/a b/proxy.sock"
+    ).launch("kv_tier", "kv_tier-0", "kv_tier-0-abc123", 9)
+
+    assert (proxied.nats_url, proxied.nats_password) == ("nats://127.0.0.1:7", "hidden")
+    assert proxied.redis_url == "unix://:hidden@/a%20b/proxy.sock"
+
+
 def test_only_engines_compute_with_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines share all CPUs but one; what the user sets wins."""
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
