@@ -103,6 +103,7 @@ async def test_sigterm_drains_and_exits_0(nats_server: Server, tmp_path: Path) -
         it.state()
         states = list(dict.fromkeys(json.loads(line)["state"] for line in it.lines))
         assert states[-2:] == ["ready", "draining"]
+        assert json.loads(it.lines[-1])["extra"]["tasks"] >= 2, "the timer and run, at least"
         log = it.log()
         assert [entry["event"] for entry in log] == ["ready", "draining"]
         assert {entry["instance"] for entry in log} == {ME}
