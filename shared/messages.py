@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.errors import Code
-from shared.sampling import SamplingParams, TextParams
+from shared.sampling import SamplingDefaults, SamplingParams, TextParams
 
 
 class Message(
@@ -84,6 +84,7 @@ class Tokenized(Message, frozen=True, kw_only=True):
     tokenizer: str
     prompts: list[TokenizedPrompt]
     bad_words: list[bytes] | None = None  # packed ids of every way to write each text
+    sampling_defaults: SamplingDefaults | None = None  # of the model that the ids are for
 
 
 class Detokenize(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from shared.gguf_file import ModelFileError, read_gguf
+from shared.sampling import SamplingDefaults
 
 __all__ = [
     "BpeParts",
@@ -73,16 +74,6 @@ class BpeParts(Struct, frozen=True):
     merges: list[str]  # "left right"
     control: frozenset[int]  # never matched in a user's text
     user: frozenset[int]  # whole tokens that are matched in any text
-
-
-class SamplingDefaults(Struct, frozen=True):
-    """What generation_config.json recommends where a request says nothing; None = no opinion."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):

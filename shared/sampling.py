@@ -1,6 +1,8 @@
 """What a leg is to generate and when it ends: everything here is fixed when the session opens."""
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +29,19 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bad_words: tuple[tuple[int, ...], ...] = ()  # the last id of each may not follow the others
     allowed_token_ids: tuple[int, ...] = ()  # () = all
     prompt_logprobs: int | None = None  # like logprobs, of the prompt's ids
+
+
+class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's own files recommend where a request says nothing; None = no opinion.
+
+    The names are those of `SamplingParams`, the ranges those of a request.
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
 
 
 class TextParams(Struct, frozen=True, kw_only=True, omit_defaults=True):

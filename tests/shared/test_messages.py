@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from shared import messages as m
-from shared.sampling import SamplingParams, TextParams
+from shared.sampling import SamplingDefaults, SamplingParams, TextParams
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")
 ID = "00112233445566778899aabbccddeeff"
@@ -83,6 +83,9 @@ EXAMPLES: list[m.Message] = [
         tokenizer="t",
         prompts=[m.TokenizedPrompt(IDS, b"h" * 16)],
         bad_words=[IDS],
+        sampling_defaults=SamplingDefaults(
+            temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1
+        ),
     ),
     m.Detokenize(request_id=ID, attempt=1, gateway="g", ids=IDS, skip_special_tokens=True),
     m.Detokenized(request_id=ID, attempt=1, tokenizer="t", text="é"),

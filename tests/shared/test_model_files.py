@@ -14,11 +14,11 @@ from shared.gguf_file import TensorInfo, read_gguf
 from shared.model_files import (
     ModelFileError,
     ModelFiles,
-    SamplingDefaults,
     Vocabulary,
     default_model,
     read_model,
 )
+from shared.sampling import SamplingDefaults
 
 UINT32, STRING, ARRAY, INT32 = 4, 8, 9, 5
 
@@ -260,6 +260,8 @@ def test_byte_fallback_vocabulary(tmp_path: Path) -> None:
         ("tokenizer", {"model": {"type": "BPE", "vocab": {}}}),
         ("tokenizer", {"model": {"type": "BPE", "vocab": {"a": 10**9}}}),
         ("tokenizer_config", {"chat_template": 3}),
+        ("generation_config", {"temperature": -1}),
+        ("generation_config", {"top_p": 0}),
     ],
 )
 def test_bad_directory_names_the_file(tmp_path: Path, name: str, content: Any) -> None:
