@@ -1,0 +1,1 @@
+"""A whole step of a decoder as one compiled call, for CPUs with AVX-512 or AMX."""

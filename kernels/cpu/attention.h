@@ -1,0 +1,291 @@
+// Causal attention of one KV head over bf16 pages of 16 tokens.
+//
+// Keys of a page lie as [dim pairs][16 tokens][2], so that one dot instruction scores 16 tokens and
+// no sum runs across lanes; values as [8 token pairs][dims][2]. All query heads of the KV head and
+// several tokens are rows that share each load. A row's numbers are formed in the same order
+// whatever the other rows are: scores of all tokens first, then softmax, then the sum over values,
+// token pair by token pair.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "vector.h"
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace shoal {
+
+constexpr int PAGE = 16;           // tokens
+constexpr int TILE_ROWS_MAX = 128;  // query heads of one KV head
+
+// sum += a pair of bf16 products, lane by lane; `pair` holds the two factors of every lane.
+inline void dot(Floats& sum, const uint16_t* two_by_lane, uint32_t pair) {
+#ifdef __AVX512BF16__
+  const __m512i lanes = _mm512_loadu_si512(two_by_lane);
+  const __m512i factors = _mm512_set1_epi32(pair);
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(factors), "v"(lanes));
+#else
+  const Ints lanes = load<Ints>(two_by_lane);
+  const float low = from_bf16(uint16_t(pair)), high = from_bf16(uint16_t(pair >> 16));
+  sum = sum + (as_floats(lanes & int32_t(0xffff0000)) * high + as_floats(lanes << 16) * low);
+#endif
+}
+
+struct HeadPages {
+  const uint16_t* pool;      // keys and values of this layer and head in page 0
+  size_t page_stride;        // bf16 from a page to the next
+  const int32_t* table;      // pages of the sequence
+  int dims;                  // a multiple of 16
+  const uint16_t* keys(int page) const { return pool + table[page] * page_stride; }
+  const uint16_t* values(int page) const { return keys(page) + size_t(dims) * PAGE; }
+};
+
+template <int R, int B>
+inline void score(const HeadPages& kv, int page, const uint16_t* queries, int row_stride,
+                  float* scores, size_t score_stride) {
+  Floats sums[B][R] = {};
+  const uint16_t* keys[B];
+  for (int b = 0; b < B; b++) keys[b] = kv.keys(page + b);
+  for (int pair = 0; pair < kv.dims / 2; pair++)
+    for (int r = 0; r < R; r++) {
+      uint32_t factors;
+      std::memcpy(&factors, queries + r * row_stride + 2 * pair, 4);
+      for (int b = 0; b < B; b++) dot(sums[b][r], keys[b] + pair * 2 * PAGE, factors);
+    }
+  for (int b = 0; b < B; b++)
+    for (int r = 0; r < R; r++) store(scores + r * score_stride + (page + b) * PAGE, sums[b][r]);
+}
+
+template <int R>
+inline void score_pages(const HeadPages& kv, int first, int last, const uint16_t* queries,
+                        int row_stride, float* scores, size_t score_stride) {
+  constexpr int B = R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 3 : R <= 8 ? 2 : 1;  // sums in flight
+  int page = first;
+  for (; page + B <= last; page += B)
+    score<R, B>(kv, page, queries, row_stride, scores, score_stride);
+  for (; page < last; page++) score<R, 1>(kv, page, queries, row_stride, scores, score_stride);
+}
+
+// values: out[r][dim] += sum over tokens of weight[r][token] * value[token][dim], for 64 dims.
+template <int R, int D>
+inline void mix(const HeadPages& kv, int first, int last, int dim, const uint16_t* weights,
+                size_t weight_stride, float* out, int out_stride) {
+  Floats sums[R][D] = {};
+  for (int page = first; page < last; page++) {
+    const uint16_t* values = kv.values(page) + 2 * dim;
+    for (int pair = 0; pair < PAGE / 2; pair++)
+      for (int r = 0; r < R; r++) {
+        uint32_t factors;
+        std::memcpy(&factors, weights + r * weight_stride + page * PAGE + 2 * pair, 4);
+        for (int d = 0; d < D; d++)
+          dot(sums[r][d], values + pair * 2 * kv.dims + d * 2 * LANES, factors);
+      }
+  }
+  for (int r = 0; r < R; r++)
+    for (int d = 0; d < D; d++) store(out + r * out_stride + dim + d * LANES, sums[r][d]);
+}
+
+template <int R>
+inline void mix_pages(const HeadPages& kv, int first, int last, const uint16_t* weights,
+                      size_t weight_stride, float* out, int out_stride) {
+  int dim = 0;
+  for (; dim + 4 * LANES <= kv.dims; dim += 4 * LANES)
+    mix<R, 4>(kv, first, last, dim, weights, weight_stride, out, out_stride);
+  for (; dim < kv.dims; dim += LANES)
+    mix<R, 1>(kv, first, last, dim, weights, weight_stride, out, out_stride);
+}
+
+struct Mask {
+  int position;  // of the row's token: it sees [position - window + 1, position]
+  int window;    // 0 = from the beginning
+};
+
+// One row of scores [first, last) pages -> unnormalized weights in bf16; returns their sum.
+inline float softmax(float* scores, int first, int last, Mask mask, float cap, uint16_t* weights) {
+  const float nothing = -INFINITY;
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int begin = mask.window ? std::max(0, mask.position - mask.window + 1) : 0;
+  Floats best = all(nothing);
+  for (int page = first; page < last; page++) {
+    Floats x = load<Floats>(scores + page * PAGE);
+    if (cap > 0.0f) x = cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f);  // cap * tanh(x / cap)
+    const Ints token = page * PAGE + lane;
+    x = (token <= mask.position) & (token >= begin) ? x : all(nothing);
+    store(scores + page * PAGE, x);
+    best = max(best, x);
+  }
+  const float top = max(best);
+  Floats total = {};
+  for (int page = first; page < last; page++) {
+    const Halves weight = to_bf16(exp(load<Floats>(scores + page * PAGE) - top));
+    store(weights + page * PAGE, weight);
+    total = total + from_bf16(weight);
+  }
+  return sum(total);
+}
+
+#ifdef __AMX_BF16__
+// The matrix unit takes a page of keys as two operands of 32 dims, and of values as one per 16 dims.
+// It sums in another order than the dot instruction, so everything goes this way, single rows too.
+struct alignas(64) AttentionShape {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t rows[16] = {};
+
+  explicit AttentionShape(int count) {
+    auto set = [&](int t, int tile_rows, int tile_bytes) { rows[t] = tile_rows, bytes[t] = tile_bytes; };
+    for (int t = 0; t < 4; t++) set(t, count, 64);  // sums
+    set(4, count, 64);     // queries: 32 dims
+    set(5, 16, 64);        // keys: 16 pairs of dims
+    set(6, count, 32);     // weights: 16 tokens
+    set(7, PAGE / 2, 64);  // values: 8 pairs of tokens
+  }
+};
+
+inline void score_rows(const HeadPages& kv, int first, int last, const uint16_t* queries,
+                       float* scores, size_t score_stride) {
+  for (int page = first; page < last; page++) {
+    const uint16_t* keys = kv.keys(page);
+    _tile_zero(0);
+    for (int dim = 0; dim < kv.dims; dim += 32) {
+      _tile_loadd(4, queries + dim, kv.dims * 2);
+      _tile_loadd(5, keys + dim * PAGE, 64);
+      _tile_dpbf16ps(0, 4, 5);
+    }
+    _tile_stored(0, scores + page * PAGE, score_stride * 4);
+  }
+}
+
+inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* weights,
+                     size_t weight_stride, float* out, int out_stride) {
+  for (int dim = 0; dim < kv.dims; dim += 4 * LANES) {
+    const int tiles = std::min(4, (kv.dims - dim) / LANES);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int page = first; page < last; page++) {
+      const uint16_t* values = kv.values(page) + 2 * dim;
+      const int stride = kv.dims * 4;
+      _tile_loadd(6, weights + page * PAGE, weight_stride * 2);
+      _tile_loadd(7, values, stride);
+      _tile_dpbf16ps(0, 6, 7);
+      if (tiles > 1) {
+        _tile_loadd(7, values + 2 * LANES, stride);
+        _tile_dpbf16ps(1, 6, 7);
+      }
+      if (tiles > 2) {
+        _tile_loadd(7, values + 4 * LANES, stride);
+        _tile_dpbf16ps(2, 6, 7);
+      }
+      if (tiles > 3) {
+        _tile_loadd(7, values + 6 * LANES, stride);
+        _tile_dpbf16ps(3, 6, 7);
+      }
+    }
+    _tile_stored(0, out + dim, out_stride * 4);
+    if (tiles > 1) _tile_stored(1, out + dim + LANES, out_stride * 4);
+    if (tiles > 2) _tile_stored(2, out + dim + 2 * LANES, out_stride * 4);
+    if (tiles > 3) _tile_stored(3, out + dim + 3 * LANES, out_stride * 4);
+  }
+}
+
+constexpr int TILE_ROWS = 16;
+#else
+inline void score_rows(int rows, const HeadPages& kv, int first, int last, const uint16_t* queries,
+                       float* scores, size_t stride) {
+  for (int row = 0; row < rows;) {
+    const int count = std::min(6, rows - row);
+    const uint16_t* q = queries + row * kv.dims;
+    float* s = scores + row * stride;
+    switch (count) {
+      case 6: score_pages<6>(kv, first, last, q, kv.dims, s, stride); break;
+      case 5: score_pages<5>(kv, first, last, q, kv.dims, s, stride); break;
+      case 4: score_pages<4>(kv, first, last, q, kv.dims, s, stride); break;
+      case 3: score_pages<3>(kv, first, last, q, kv.dims, s, stride); break;
+      case 2: score_pages<2>(kv, first, last, q, kv.dims, s, stride); break;
+      default: score_pages<1>(kv, first, last, q, kv.dims, s, stride); break;
+    }
+    row += count;
+  }
+}
+
+inline void mix_rows(int rows, const HeadPages& kv, int first, int last, const uint16_t* weights,
+                     size_t stride, float* out, int out_stride) {
+  for (int row = 0; row < rows;) {
+    const int count = std::min(6, rows - row);
+    const uint16_t* w = weights + row * stride;
+    float* y = out + row * out_stride;
+    switch (count) {
+      case 6: mix_pages<6>(kv, first, last, w, stride, y, out_stride); break;
+      case 5: mix_pages<5>(kv, first, last, w, stride, y, out_stride); break;
+      case 4: mix_pages<4>(kv, first, last, w, stride, y, out_stride); break;
+      case 3: mix_pages<3>(kv, first, last, w, stride, y, out_stride); break;
+      case 2: mix_pages<2>(kv, first, last, w, stride, y, out_stride); break;
+      default: mix_pages<1>(kv, first, last, w, stride, y, out_stride); break;
+    }
+    row += count;
+  }
+}
+
+constexpr int TILE_ROWS = 24;
+#endif
+
+// A tile: `rows` rows of queries [rows][dims] in bf16, scaled; row r is of token first_token + r /
+// heads. Writes [rows][dims] in floats. Scratch: rows * pages * 16 floats, and as many bf16.
+struct AttentionTile {
+  HeadPages kv;
+  const uint16_t* queries;
+  int rows, heads;
+  int position;  // of the first row's token
+  int window;
+  float cap;
+  float* out;
+  int out_stride;
+  float* scores;
+  uint16_t* weights;
+};
+
+// Tokens whose query heads make one tile.
+inline int tile_tokens(int heads) { return std::max(1, TILE_ROWS / heads); }
+
+inline void attend(const AttentionTile& t) {
+  const int final_position = t.position + (t.rows - 1) / t.heads;
+  const int first = t.window ? std::max(0, t.position - t.window + 1) / PAGE : 0;
+  const int last = final_position / PAGE + 1;
+  const size_t stride = size_t(last) * PAGE;
+  float totals[TILE_ROWS_MAX];
+#ifdef __AMX_BF16__
+  for (int row = 0; row < t.rows; row += 16) {
+    const AttentionShape shape(std::min(16, t.rows - row));
+    _tile_loadconfig(&shape);
+    score_rows(t.kv, first, last, t.queries + row * t.kv.dims, t.scores + row * stride, stride);
+  }
+#else
+  score_rows(t.rows, t.kv, first, last, t.queries, t.scores, stride);
+#endif
+  for (int row = 0; row < t.rows; row++) {
+    const Mask mask = {t.position + row / t.heads, t.window};
+    float* scores = t.scores + row * stride;
+    totals[row] = softmax(scores, first, last, mask, t.cap, t.weights + row * stride);
+  }
+#ifdef __AMX_BF16__
+  for (int row = 0; row < t.rows; row += 16) {
+    const AttentionShape shape(std::min(16, t.rows - row));
+    _tile_loadconfig(&shape);
+    mix_rows(t.kv, first, last, t.weights + row * stride, stride, t.out + row * t.out_stride, t.out_stride);
+  }
+#else
+  mix_rows(t.rows, t.kv, first, last, t.weights, stride, t.out, t.out_stride);
+#endif
+  for (int row = 0; row < t.rows; row++)
+    for (int d = 0; d < t.kv.dims; d += LANES) {
+      float* at = t.out + row * t.out_stride + d;
+      store(at, load<Floats>(at) / totals[row]);
+    }
+}
+
+}  // namespace shoal

@@ -1,0 +1,179 @@
+"""The compiled step: built from the sources beside this file, once per compiler, flags and CPU."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("vector.h", "team.h", "gemm.h", "attention.h", "step.cpp")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+)
+PHASES = (
+    "norm",
+    "qkv",
+    "rope",
+    "attention",
+    "out_input",
+    "out",
+    "mlp_input",
+    "gate_up",
+    "gated",
+    "down",
+    "head",
+)
+_POINTER = ctypes.c_void_p
+
+
+class BuildError(Exception):
+    """The library cannot be built or loaded here; the text says why."""
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of gemm.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("out", "in_", "group")),
+        *((name, _POINTER) for name in ("weights", "scales", "offsets", "bias")),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of step.cpp."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("qkv", "attention_out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("attention_norm", "query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("attention_post_norm", "mlp_norm", "mlp_post_norm")),
+        *((name, ctypes.c_int32) for name in ("window", "local")),
+    ]
+
+
+class Model(ctypes.Structure):
+    """`Model` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("hidden", "hidden_padded", "inner_padded")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "heads", "kv_heads")),
+        *((name, ctypes.c_int32) for name in ("dims", "dims_padded", "rotary_dims")),
+        *((name, ctypes.c_int32) for name in ("vocab", "gelu")),
+        *((name, ctypes.c_float) for name in ("eps", "query_scale", "attention_cap")),
+        *((name, ctypes.c_float) for name in ("logits_cap", "embedding_scale")),
+        ("embedding", _POINTER),
+        ("layers", ctypes.POINTER(Layer)),
+        ("norm", _POINTER),
+        ("head", Matrix),
+        *((name, _POINTER) for name in ("cosines", "sines", "local_cosines", "local_sines")),
+        ("pages", _POINTER),
+    ]
+
+
+class AttentionTile(ctypes.Structure):
+    """`HeadPages` and `AttentionTile` of attention.h."""
+
+    _fields_ = [
+        ("pool", _POINTER),
+        ("page_stride", ctypes.c_size_t),
+        ("table", _POINTER),
+        ("dims", ctypes.c_int),
+        ("queries", _POINTER),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "position", "window")),
+        ("cap", ctypes.c_float),
+        ("out", _POINTER),
+        ("out_stride", ctypes.c_int),
+        ("scores", _POINTER),
+        ("weights", _POINTER),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`Step` of step.cpp."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("rows", "spans", "sampled", "pages_max")),
+        *((name, _POINTER) for name in ("ids", "span", "tables", "sampled_rows")),
+        *((name, _POINTER) for name in ("logits", "best", "sound")),
+    ]
+
+
+@functools.cache
+def library(architecture: str = "native") -> ctypes.CDLL:
+    """The library for this machine, built if need be (seconds). Raises `BuildError`.
+
+    `architecture` as the compiler knows it; one without dot instructions gets plain loops.
+    """
+    lib = ctypes.CDLL(str(_built(Path(os.environ.get("CXX", "g++")), architecture)))
+    refused = lib.shoal_begin()
+    if refused:
+        raise BuildError(f"the system does not lend the matrix unit: {os.strerror(refused)}")
+    lib.shoal_open.restype = ctypes.c_void_p
+    lib.shoal_open.argtypes = [ctypes.POINTER(Model), ctypes.c_int]
+    lib.shoal_step.restype = None
+    lib.shoal_step.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
+    lib.shoal_seconds.restype = None
+    lib.shoal_seconds.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
+    lib.shoal_linear.argtypes = [ctypes.POINTER(Matrix), _POINTER, ctypes.c_int, _POINTER]
+    lib.shoal_linear.restype = None
+    lib.shoal_attend.argtypes = [ctypes.POINTER(AttentionTile)]
+    lib.shoal_attend.restype = None
+    lib.shoal_elementwise.argtypes = [ctypes.c_int, _POINTER, ctypes.c_int]
+    lib.shoal_elementwise.restype = None
+    lib.shoal_close.restype = None
+    lib.shoal_close.argtypes = [ctypes.c_void_p]
+    return lib
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shoal" / "kernels"
+
+
+def _built(compiler: Path, architecture: str) -> Path:
+    """Path of the shared object. Two that build at once each finish with a rename."""
+    flags = [*FLAGS, f"-march={architecture}"]
+    file = _cache_dir() / f"step-{_key(compiler, flags)}.so"
+    if file.exists():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    command = [str(compiler), *flags, str(HERE / "step.cpp"), "-o", str(unfinished)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{compiler}: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+    unfinished.replace(file)
+    return file
+
+
+def _key(compiler: Path, flags: list[str]) -> str:
+    """What the result depends on: sources, flags, compiler, and the processor's abilities."""
+    digest = hashlib.blake2b(digest_size=12)
+    for name in SOURCES:
+        digest.update((HERE / name).read_bytes())
+    digest.update(" ".join(flags).encode())
+    try:
+        told = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    except OSError as error:
+        raise BuildError(f"{compiler}: {error}") from error
+    digest.update(told)
+    digest.update(b" ".join(sorted(cpu_flags())))
+    return digest.hexdigest()
+
+
+def cpu_flags() -> set[bytes]:
+    """What the processor can do, by the kernel's names."""
+    for line in Path("/proc/cpuinfo").read_bytes().splitlines():
+        if line.startswith(b"flags"):
+            return set(line.partition(b":")[2].split())
+    return set()

@@ -1,0 +1,73 @@
+"""Weights as the compiled step takes them: int8 per output, in panels of 16 outputs.
+
+W ~ scales[out] * weights[out][in]        scales = max |W| / 127
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PANEL = 16  # outputs
+STEP = 64  # inputs: of one product on the matrix unit, and of one group
+
+
+class PackedMatrix(NamedTuple):
+    """See `Matrix` in gemm.h; `out` and `in_` are padded with zeros."""
+
+    out: int
+    in_: int
+    group: int
+    weights: Tensor  # int8 [out / 16, in / 4, 16, 4]
+    scales: Tensor  # fp32 [out]
+    offsets: Tensor  # int32 [in / group, out]
+    bias: Tensor | None  # fp32 [out]
+
+
+def padded(count: int, unit: int = STEP) -> int:
+    return -(-count // unit) * unit
+
+
+def pack(weight: Tensor, bias: Tensor | None = None, *, grouped: bool = False) -> PackedMatrix:
+    """`weight` [out, in], padded to whole panels and steps; `grouped` = activations have a scale
+    per 64 inputs instead of one per row.
+    """
+    rows, columns = padded(weight.shape[0], PANEL), padded(weight.shape[1])
+    whole = weight.new_zeros(rows, columns, dtype=torch.float32)
+    whole[: weight.shape[0], : weight.shape[1]] = weight
+    scales = whole.abs().amax(-1) / 127
+    steps = whole.div_(scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
+    group = STEP if grouped else columns
+    sums = steps.view(rows, -1, group).sum(-1, dtype=torch.int32)
+    panels = steps.view(rows // PANEL, PANEL, columns // 4, 4).transpose(1, 2).contiguous()
+    wide = None
+    if bias is not None:
+        wide = bias.new_zeros(rows, dtype=torch.float32)
+        wide[: len(bias)] = bias
+    return PackedMatrix(
+        out=rows,
+        in_=columns,
+        group=group,
+        weights=panels,
+        scales=scales,
+        offsets=(128 * sums).t().contiguous(),
+        bias=wide,
+    )
+
+
+def unpacked(matrix: PackedMatrix) -> Tensor:
+    """The weights that are computed with, fp32 [out, in], padding included."""
+    steps = matrix.weights.transpose(1, 2).reshape(matrix.out, matrix.in_)
+    return steps.float() * matrix.scales[:, None]
+
+
+def pad_blocks(weight: Tensor, blocks: int, size: int, dim: int) -> Tensor:
+    """Pad each of `blocks` equal blocks along `dim` to `size` with zeros (heads, gate and up)."""
+    shape = list(weight.shape)
+    old = shape[dim] // blocks
+    if old == size:
+        return weight
+    split = weight.reshape(*shape[:dim], blocks, old, *shape[dim + 1 :])
+    out = split.new_zeros(*shape[:dim], blocks, size, *shape[dim + 1 :])
+    out.narrow(dim + 1, 0, old).copy_(split)
+    return out.flatten(dim, dim + 1)

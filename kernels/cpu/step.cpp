@@ -1,0 +1,499 @@
+// One call = one step of a decoder: embeddings to logits, over any mix of prompt chunks and single
+// rows. `services/gpu_worker/models/decoder.py` is the same model in torch, and the oracle.
+//
+// Every number of a row is formed in an order that the row alone fixes, so logits are bitwise the
+// same in any company, chunking, and number of threads.
+
+#include <cerrno>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "team.h"
+#include "vector.h"
+
+#ifdef __AMX_INT8__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+using namespace shoal;
+
+// --- what the caller describes; kernels/cpu/library.py mirrors these ------------------------------
+
+struct Layer {
+  Matrix qkv, attention_out, gate_up, down;
+  // [hidden] and [dims]; null = none, or folded into the matrix that follows
+  const float *attention_norm, *query_norm, *key_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
+  int32_t window;  // 0 = none
+  int32_t local;   // whether it turns by the second table
+};
+
+struct Model {
+  int32_t hidden, hidden_padded;  // padded to 64
+  int32_t inner_padded;           // to 64
+  int32_t num_layers, heads, kv_heads;
+  int32_t dims, dims_padded;      // of a head, padded to 16
+  int32_t rotary_dims;
+  int32_t vocab;
+  int32_t gelu;
+  float eps, query_scale, attention_cap, logits_cap, embedding_scale;
+  const uint16_t* embedding;      // [vocab][hidden_padded] bf16
+  const Layer* layers;
+  const float* norm;
+  Matrix head;
+  const float *cosines, *sines;              // [positions][rotary_dims / 2]
+  const float *local_cosines, *local_sines;
+  uint16_t* pages;  // [pages][layers][kv_heads][2][dims_padded * 16]
+};
+
+struct Span {      // consecutive tokens of one sequence
+  int32_t row;     // of the first in the step
+  int32_t rows;
+  int32_t position;
+  int32_t table;   // where its pages begin in `Step::tables`
+};
+
+struct Step {
+  int32_t rows, spans, sampled, pages_max;
+  const int32_t* ids;            // [rows]
+  const Span* span;              // [spans]
+  const int32_t* tables;
+  const int32_t* sampled_rows;   // [sampled]
+  float* logits;                 // [sampled][vocab], or null
+  int32_t* best;                 // [sampled]: the first of the largest logits
+  uint8_t* sound;                // [sampled]: no NaN, no infinity
+};
+
+namespace {
+
+enum Phase { NORM, QKV, ROPE, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, GATED, DOWN, HEAD, PHASES };
+
+template <class T>
+class Buffer {  // grows, never shrinks, aligned to a cache line and more
+ public:
+  T* room(size_t count) {
+    if (count > size_) {
+      size_ = count;
+      data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))));
+      std::memset(static_cast<void*>(data_.get()), 0, count * sizeof(T));
+    }
+    return data_.get();
+  }
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { ::operator delete(p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<T, Free> data_;
+  size_t size_ = 0;
+};
+
+struct Best {
+  float value;
+  int32_t id;
+  bool sound;
+};
+
+class Decoder {
+ public:
+  Decoder(const Model& model, int threads)
+      : m_(model), team_(threads), parts_(size_t(model.num_layers) * HEAD + 2), own_(threads) {
+    for (int i = 0; i < model.num_layers; i++) layers_.push_back(model.layers[i]);
+  }
+
+  void run(const Step& step) {
+    step_ = &step;
+    prepare();
+    const std::function<void(int)> work = [this](int rank) { forward(rank); };
+    team_.run(work);
+    judge();
+  }
+
+  double seconds[PHASES] = {};
+
+ private:
+  struct Task {
+    int span, kv_head, first, rows;
+  };
+  struct Own {  // scratch of one thread
+    Buffer<float> row, scores;
+    Buffer<uint16_t> weights;
+  };
+
+  int group() const { return m_.heads / m_.kv_heads; }
+  size_t page_stride() const { return size_t(m_.num_layers) * m_.kv_heads * 2 * m_.dims_padded * PAGE; }
+
+  // --- before and after: on the caller's thread ---
+
+  void prepare() {
+    const Step& s = *step_;
+    const size_t rows = (std::max(s.rows, s.sampled) + 31) / 32 * 32;
+    const int qkv = layers_.empty() ? 0 : layers_[0].qkv.out;
+    hidden_.room(rows * m_.hidden_padded);
+    wide_.room(rows * std::max({qkv, 2 * m_.inner_padded, m_.hidden_padded}));
+    queries_.room(rows * m_.heads * m_.dims_padded);
+    attended_.room(rows * m_.heads * m_.dims_padded);
+    const size_t widest = std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)});
+    bytes_.room(rows * widest);
+    scales_.room(rows * (widest / 64));
+    places_.resize(s.rows);
+    for (int i = 0; i < s.spans; i++)
+      for (int r = 0; r < s.span[i].rows; r++) places_[s.span[i].row + r] = i;
+    plan_attention();
+    best_.resize(size_t(s.sampled) * parts(m_.head));
+    for (int layer = 0; layer < m_.num_layers; layer++) {
+      const Layer& l = layers_[layer];
+      for (int phase = 0; phase < HEAD; phase++) part(layer, phase).share(s.rows, team_.size());
+      part(layer, QKV).share(parts(l.qkv), team_.size());
+      part(layer, ATTENTION).share(tasks_.size(), team_.size());
+      part(layer, OUT).share(parts(l.attention_out), team_.size());
+      part(layer, GATE_UP).share(parts(l.gate_up), team_.size());
+      part(layer, DOWN).share(parts(l.down), team_.size());
+    }
+    part(m_.num_layers, 0).share(s.sampled, team_.size());
+    part(m_.num_layers, 1).share(parts(m_.head), team_.size());
+    clock_ = std::chrono::steady_clock::now();
+  }
+
+  // Tiles of tokens, spread over the threads so that each gets long and short ones.
+  void plan_attention() {
+    const Step& s = *step_;
+    tasks_.clear();
+    const int tile = tile_tokens(group());
+    for (int i = 0; i < s.spans; i++)
+      for (int first = 0; first < s.span[i].rows; first += tile)
+        for (int head = 0; head < m_.kv_heads; head++)
+          tasks_.push_back({i, head, first, std::min(tile, s.span[i].rows - first)});
+    auto length = [&](const Task& t) { return (s.span[t.span].position + t.first) * t.rows; };
+    std::stable_sort(tasks_.begin(), tasks_.end(),
+                     [&](const Task& a, const Task& b) { return length(a) > length(b); });
+    std::vector<Task> dealt;
+    for (int rank = 0; rank < team_.size(); rank++)
+      for (size_t i = rank; i < tasks_.size(); i += team_.size()) dealt.push_back(tasks_[i]);
+    tasks_.swap(dealt);
+    const size_t tokens = size_t(s.pages_max) * PAGE;
+    for (Own& own : own_) {
+      own.scores.room(tile * group() * tokens);
+      own.weights.room(tile * group() * tokens);
+      own.row.room(std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)}));
+    }
+  }
+
+  void judge() {
+    const Step& s = *step_;
+    const int count = parts(m_.head);
+    for (int row = 0; row < s.sampled; row++) {
+      Best best = best_[size_t(row) * count];
+      for (int i = 1; i < count; i++) {
+        const Best& other = best_[size_t(row) * count + i];
+        best.sound &= other.sound;
+        if (other.value > best.value) best.value = other.value, best.id = other.id;
+      }
+      s.best[row] = best.id;
+      s.sound[row] = best.sound;
+    }
+  }
+
+  // --- the step: on every thread ---
+
+  void forward(int rank) {
+    const Step& s = *step_;
+    for (int i = 0; i < m_.num_layers; i++) {
+      const Layer& l = layers_[i];
+      each(i, NORM, rank, [&](int row) {
+        if (i == 0) embed(row);
+        else if (layers_[i - 1].mlp_post_norm) add_normalized(row, layers_[i - 1].mlp_post_norm, rank);
+        normalize(hidden(row), l.attention_norm, row, l.qkv, rank);
+      });
+      multiply(i, QKV, rank, l.qkv, wide_.get(), l.qkv.out, false);
+      each(i, ROPE, rank, [&](int row) { turn(i, row); });
+      each(i, ATTENTION, rank, [&](int task) { attend_task(i, tasks_[task], rank); });
+      each(i, OUT_INPUT, rank, [&](int row) { gather(row, l.attention_out, rank); });
+      multiply_into_hidden(i, OUT, rank, l.attention_out, l.attention_post_norm);
+      each(i, MLP_INPUT, rank, [&](int row) {
+        if (l.attention_post_norm) add_normalized(row, l.attention_post_norm, rank);
+        normalize(hidden(row), l.mlp_norm, row, l.gate_up, rank);
+      });
+      multiply(i, GATE_UP, rank, l.gate_up, wide_.get(), l.gate_up.out, false);
+      each(i, GATED, rank, [&](int row) { gate(row, l.down, rank); });
+      multiply_into_hidden(i, DOWN, rank, l.down, l.mlp_post_norm);
+    }
+    if (s.sampled) sample(rank);
+#ifdef __AMX_INT8__
+    _tile_release();  // the kernel need not save it when it switches threads
+#endif
+  }
+
+  void sample(int rank) {
+    const Step& s = *step_;
+    const float* last_norm = m_.num_layers ? layers_.back().mlp_post_norm : nullptr;
+    run_parts(part(m_.num_layers, 0), rank, HEAD, [&](int i) {
+      const int row = s.sampled_rows[i];
+      if (last_norm) add_normalized(row, last_norm, rank);
+      normalize(hidden(row), m_.norm, i, m_.head, rank);
+    });
+    const Activations x = activations(m_.head);
+    run_parts(part(m_.num_layers, 1), rank, HEAD, [&](int task) {
+      product(m_.head, task * PART, x, s.sampled, {s.logits, size_t(m_.head.out), false});
+      for (int row = 0; row < s.sampled; row++)
+        best_[size_t(row) * parts(m_.head) + task] = best_of(row, task);
+    });
+  }
+
+  Best best_of(int row, int task) {
+    const int begin = task * PART * PANEL, end = std::min(begin + PART * PANEL, m_.vocab);
+    float* logits = step_->logits + size_t(row) * m_.head.out;
+    Best best = {-INFINITY, begin, true};
+    for (int i = begin; i < end; i++) {
+      if (m_.logits_cap > 0.0f) logits[i] = m_.logits_cap * std::tanh(logits[i] / m_.logits_cap);
+      best.sound &= logits[i] - logits[i] == 0.0f;
+      if (logits[i] > best.value) best.value = logits[i], best.id = i;
+    }
+    return best;
+  }
+
+  // --- rows ---
+
+  float* hidden(int row) { return hidden_.get() + size_t(row) * m_.hidden_padded; }
+
+  void embed(int row) {
+    const uint16_t* from = m_.embedding + size_t(step_->ids[row]) * m_.hidden_padded;
+    for (int i = 0; i < m_.hidden_padded; i += LANES)
+      store(hidden(row) + i, from_bf16(load<Halves>(from + i)) * m_.embedding_scale);
+  }
+
+  static float inverse_rms(const float* x, int count, int padded, float eps) {
+    Floats squares = {};
+    for (int i = 0; i < padded; i += LANES) {
+      const Floats v = load<Floats>(x + i);
+      squares = squares + v * v;
+    }
+    return 1.0f / std::sqrt(sum(squares) / count + eps);
+  }
+
+  void normalize(const float* x, const float* gain, int to_row, const Matrix& w, int rank) {
+    const float scale = inverse_rms(x, m_.hidden, m_.hidden_padded, m_.eps);
+    float* y = own_[rank].row.get();
+    for (int i = 0; i < m_.hidden_padded; i += LANES) {
+      const Floats v = load<Floats>(x + i) * scale;
+      store(y + i, gain ? v * load<Floats>(gain + i) : v);
+    }
+    quantize_row(y, m_.hidden_padded, to_row, w);
+  }
+
+  void quantize_row(const float* x, int count, int row, const Matrix& w) {
+    const Activations a = activations(w);
+    quantize(x, count, w.in, w.group, a.bytes + row * a.in, a.scales + row * a.groups);
+  }
+
+  Activations activations(const Matrix& w) {
+    return {bytes_.get(), scales_.get(), size_t(w.in), size_t(w.in / w.group)};
+  }
+
+  void add_normalized(int row, const float* gain, int) {
+    const float* x = wide_.get() + size_t(row) * m_.hidden_padded;
+    const float scale = inverse_rms(x, m_.hidden, m_.hidden_padded, m_.eps);
+    float* y = hidden(row);
+    for (int i = 0; i < m_.hidden_padded; i += LANES)
+      store(y + i, load<Floats>(y + i) + load<Floats>(x + i) * scale * load<Floats>(gain + i));
+  }
+
+  // Queries, keys and values of a row: normalized, turned, put where attention reads them.
+  void turn(int layer, int row) {
+    const Layer& l = layers_[layer];
+    const Span& span = step_->span[places_[row]];
+    const int position = span.position + row - span.row, d = m_.dims_padded;
+    const size_t at = size_t(position) * (m_.rotary_dims / 2);
+    const float* cosines = (l.local ? m_.local_cosines : m_.cosines) + at;
+    const float* sines = (l.local ? m_.local_sines : m_.sines) + at;
+    float* x = wide_.get() + size_t(row) * l.qkv.out;
+    for (int head = 0; head < m_.heads; head++, x += d) {
+      rotate(x, l.query_norm, cosines, sines);
+      uint16_t* to = query(head / group(), row) + (head % group()) * d;
+      for (int i = 0; i < d; i += LANES) store(to + i, to_bf16(load<Floats>(x + i) * m_.query_scale));
+    }
+    const int page = step_->tables[span.table + position / PAGE], slot = position % PAGE;
+    for (int head = 0; head < m_.kv_heads; head++, x += d) {
+      rotate(x, l.key_norm, cosines, sines);
+      uint16_t* keys = pages(layer, head) + page * page_stride();
+      uint16_t* values = keys + size_t(d) * PAGE;
+      const float* v = x + size_t(m_.kv_heads) * d;
+      for (int i = 0; i < d; i += LANES) {
+        uint16_t k[LANES], u[LANES];
+        store(k, to_bf16(load<Floats>(x + i)));
+        store(u, to_bf16(load<Floats>(v + i)));
+        for (int j = 0; j < LANES; j++) {
+          keys[(i + j) / 2 * 2 * PAGE + 2 * slot + j % 2] = k[j];
+          values[slot / 2 * 2 * d + 2 * (i + j) + slot % 2] = u[j];
+        }
+      }
+    }
+  }
+
+  void rotate(float* x, const float* gain, const float* cosines, const float* sines) {
+    if (gain) {
+      const float scale = inverse_rms(x, m_.dims, m_.dims_padded, m_.eps);
+      for (int i = 0; i < m_.dims; i++) x[i] = x[i] * scale * gain[i];
+    }
+    const int half = m_.rotary_dims / 2;
+    for (int i = 0; i < half; i++) {
+      const float a = x[i], b = x[i + half];
+      x[i] = a * cosines[i] - b * sines[i];
+      x[i + half] = b * cosines[i] + a * sines[i];
+    }
+  }
+
+  uint16_t* query(int kv_head, int row) {
+    return queries_.get() + (size_t(kv_head) * step_->rows + row) * group() * m_.dims_padded;
+  }
+
+  float* attended(int kv_head, int row) {
+    return attended_.get() + (size_t(kv_head) * step_->rows + row) * group() * m_.dims_padded;
+  }
+
+  uint16_t* pages(int layer, int kv_head) {
+    return m_.pages + (size_t(layer) * m_.kv_heads + kv_head) * 2 * m_.dims_padded * PAGE;
+  }
+
+  void attend_task(int layer, const Task& task, int rank) {
+    const Span& span = step_->span[task.span];
+    const int row = span.row + task.first;
+    AttentionTile t;
+    t.kv = {pages(layer, task.kv_head), page_stride(), step_->tables + span.table, m_.dims_padded};
+    t.queries = query(task.kv_head, row);
+    t.rows = task.rows * group();
+    t.heads = group();
+    t.position = span.position + task.first;
+    t.window = layers_[layer].window;
+    t.cap = m_.attention_cap;
+    t.out = attended(task.kv_head, row);
+    t.out_stride = m_.dims_padded;
+    t.scores = own_[rank].scores.get();
+    t.weights = own_[rank].weights.get();
+    attend(t);
+  }
+
+  void gather(int row, const Matrix& w, int rank) {
+    float* x = own_[rank].row.get();
+    const size_t count = size_t(group()) * m_.dims_padded;
+    for (int head = 0; head < m_.kv_heads; head++)
+      std::memcpy(x + head * count, attended(head, row), count * sizeof(float));
+    quantize_row(x, m_.kv_heads * count, row, w);
+  }
+
+  void gate(int row, const Matrix& w, int rank) {
+    const float* gates = wide_.get() + size_t(row) * 2 * m_.inner_padded;
+    const float* ups = gates + m_.inner_padded;
+    float* y = own_[rank].row.get();
+    for (int i = 0; i < m_.inner_padded; i += LANES) {
+      const Floats g = load<Floats>(gates + i);
+      Floats turned = g;
+      if (m_.gelu) turned = 1.5957691216f * (g + 0.044715f * g * g * g);  // 2 sqrt(2 / pi)
+      store(y + i, g * sigmoid(turned) * load<Floats>(ups + i));
+    }
+    quantize_row(y, m_.inner_padded, row, w);
+  }
+
+  // --- phases ---
+
+  void multiply(int layer, Phase phase, int rank, const Matrix& w, float* y, int stride, bool add) {
+    const Activations x = activations(w);
+    run_parts(part(layer, phase), rank, phase, [&](int task) {
+      product(w, task * PART, x, step_->rows, {y, size_t(stride), add});
+    });
+  }
+
+  void multiply_into_hidden(int layer, Phase phase, int rank, const Matrix& w, const float* post_norm) {
+    float* y = post_norm ? wide_.get() : hidden_.get();
+    multiply(layer, phase, rank, w, y, m_.hidden_padded, !post_norm);
+  }
+
+  template <class F>
+  void each(int layer, Phase phase, int rank, const F& work) {
+    run_parts(part(layer, phase), rank, phase, work);
+  }
+
+  template <class F>
+  void run_parts(Parts& parts, int rank, Phase phase, const F& work) {
+    for (int i; (i = parts.take(rank)) >= 0;) work(i);
+    team_.barrier();
+    if (rank == 0) {
+      const auto now = std::chrono::steady_clock::now();
+      seconds[phase] += std::chrono::duration<double>(now - clock_).count();
+      clock_ = now;
+    }
+  }
+
+  Parts& part(int layer, int phase) { return parts_[size_t(layer) * HEAD + phase]; }
+
+  static int padded(int count) { return (count + 63) / 64 * 64; }
+
+  const Model m_;
+  std::vector<Layer> layers_;
+  Team team_;
+  std::vector<Parts> parts_;
+  std::vector<Own> own_;
+  const Step* step_ = nullptr;
+  std::vector<int> places_;  // row -> its span
+  std::vector<Task> tasks_;
+  std::vector<Best> best_;  // [sampled][parts of the head]
+  Buffer<float> hidden_, wide_, attended_, scales_;
+  Buffer<uint16_t> queries_;
+  Buffer<uint8_t> bytes_;
+  std::chrono::steady_clock::time_point clock_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Once per process, before anything else: 0, or the error of a system that does not lend its matrix
+// unit.
+int shoal_begin() {
+#ifdef __AMX_INT8__
+  const int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return errno;
+#endif
+  return 0;
+}
+
+void* shoal_open(const Model* model, int threads) { return new Decoder(*model, threads); }
+
+void shoal_step(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->run(*step); }
+
+void shoal_seconds(void* decoder, double* seconds) {
+  std::memcpy(seconds, static_cast<Decoder*>(decoder)->seconds, sizeof Decoder::seconds);
+}
+
+// --- single operations, for tests ---
+
+// y [rows][out] = x [rows][in] times a packed matrix; x and y padded as the matrix is.
+void shoal_linear(const Matrix* w, const float* x, int rows, float* y) {
+  const size_t groups = w->in / w->group, room = (rows + 31) / 32 * 32;
+  Buffer<uint8_t> bytes;
+  Buffer<float> scales;
+  const Activations a = {bytes.room(room * w->in), scales.room(room * groups), size_t(w->in), groups};
+  for (int row = 0; row < rows; row++)
+    quantize(x + size_t(row) * w->in, w->in, w->in, w->group, a.bytes + row * a.in, a.scales + row * groups);
+  for (int part = 0; part < parts(*w); part++)
+    product(*w, part * PART, a, rows, {y, size_t(w->out), false});
+}
+
+void shoal_attend(const AttentionTile* tile) { attend(*tile); }
+
+// x [count], a multiple of 16, in place; 0 = exp, 1 = sigmoid.
+void shoal_elementwise(int which, float* x, int count) {
+  for (int i = 0; i < count; i += LANES) {
+    const Floats v = load<Floats>(x + i);
+    store(x + i, which ? sigmoid(v) : exp(v));
+  }
+}
+
+void shoal_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
+}
