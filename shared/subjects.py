@@ -2,6 +2,7 @@
 
 PUBLIC = "shoal.v1"
 INTERNAL = "mesh.v1"
+PRIVATE_INBOX = "_MESH_INBOX"  # answers among ourselves; `_INBOX.>` is what outsiders hear (ADR 2)
 
 GENERATE = f"{PUBLIC}.generate"
 REPLAY = f"{PUBLIC}.replay"
