@@ -42,6 +42,11 @@ class Scheduler(Actor):
         }
         return replace(super().status(), load=core.num_queued, extra=extra)
 
+    async def drain(self) -> None:
+        """A leader goes at once: its standby need not wait to miss its beacons."""
+        self.scheduler.resign(self.clock())
+        self.flush()
+
 
 def main(launch: Launch) -> None:
     run_service(launch, Scheduler)
