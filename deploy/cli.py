@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from deploy import chat, control, logs, remote
+from deploy import chaos, chat, control, logs, remote
 from deploy.child import EX_CONFIG
 from deploy.config import ClusterConfig, load
 from deploy.errors import ClusterError
@@ -142,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
         ("resume", "SIGCONT a paused process"),
     ):
         command(verb, signal, text).add_argument("name", help="as in `shoal status`")
+    chaos.add_to(commands)
     _hidden(commands, here)
     return top
 
