@@ -5,7 +5,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from shared.errors import MeshError
-from shared.messages import ChatPrompt, TokenText
+from shared.messages import ChatPrompt, PromptToken, TokenText
 from shared.sampling import SamplingParams, TextParams
 
 
@@ -22,7 +22,10 @@ class SessionSpec(Struct, frozen=True, kw_only=True):
     n: int = 1
     max_tokens: int | None = None  # None = up to the model's context
     seed: int | None = None  # None = drawn when the session opens
-    sampling: SamplingParams  # its max_tokens and seed are resolved by the session
+    sampling: SamplingParams  # its max_tokens, seed and bad_words are resolved by the session
+    unsaid: tuple[str, ...] = ()  # fields of `sampling` that the model's own defaults may set
+    bad_words: list[str] = []  # not ids yet
+    prompt_logprobs_field: str = "prompt_logprobs"  # which field of the request asked for them
     text: TextParams = TextParams()
     priority: int = 0
     salt: bytes = b""
@@ -45,6 +48,7 @@ class Delta(Struct, frozen=True):
     finish_reason: str = ""
     stop_reason: str | int | None = None
     logprobs: list[TokenText] | None = None
+    prompt_logprobs: list[PromptToken] | None = None  # with index 0
 
 
 class SessionEnd(Struct, frozen=True):

@@ -96,4 +96,5 @@ def _joined(deltas: list[Delta]) -> Delta:
         logprobs=[token for delta in deltas for token in delta.logprobs or []]
         if has_logprobs
         else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -213,9 +213,7 @@ class SessionTable:
         session = self._tokenizing.answered(message)
         if session is None:
             return
-        if len(session.prompts) != session.num_prompts:
-            self._end(session, MeshError("the tokenizer answered for another number of prompts."))
-        elif self.max_model_len == 0:
+        if self.max_model_len == 0:
             self._waiting[session.spec.request_id] = session
         else:
             self._open_legs(session, now)
@@ -283,7 +281,11 @@ class SessionTable:
         if verdict == "gap":
             self._redrive(session, leg, "gap", now)
             return
-        session.deliver(leg, record)
+        try:
+            session.deliver(leg, record)
+        except MeshError as error:
+            self._end(session, error)
+            return
         if leg.state == "ended":
             self._redrives.forget(leg)
             self._end_if_finished(session)

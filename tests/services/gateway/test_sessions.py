@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.events import Delta, Prompts, SessionEnd
-from services.gateway.session import choice_seed
+from services.gateway.opening import choice_seed
 from services.gateway.sessions import Limits
 from shared.ids import pack_ids
 from shared.messages import (
