@@ -7,7 +7,7 @@ from typing import Any
 from services.detokenizer.legs import DetokenizerLegs
 from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent, SessionSpec
 from services.gpu_worker.config import SimConfig, WorkerConfig
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
 from shared import subjects
@@ -78,10 +78,10 @@ class MoodyRunner(SimulatedRunner):
         super().__init__(SIM, words=DRAWS, end_ids=[0], vocab_size=len(WORDS))
         self._mood = mood
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         return [
             outcome._replace(token_id=next_id(row.sequence, self._mood))
-            if outcome is not None and outcome.token_id
+            if outcome.token_id
             else outcome
             for row, outcome in zip(batch, super().execute(batch), strict=True)
         ]
