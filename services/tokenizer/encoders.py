@@ -106,12 +106,12 @@ def from_spm(file: Path, parts: SpmParts) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises nothing narrower
         raise ModelFileError(file, "vocabulary", str(error)) from error
     encoder = tokenizers.Tokenizer(model)
-    steps: list[Any] = []
+    prefix = [normalizers.Prepend(" ")] if parts.space_prefix else []
+    steps = [*prefix, normalizers.Replace(" ", SPACE)]
     if parts.single_spaces:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" +"), " ")]
-    if parts.space_prefix:
-        steps.append(normalizers.Prepend(" "))
-    encoder.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        first = normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" +"), " ")
+        steps = [*first, *steps, normalizers.Replace(Regex(rf"{SPACE}+\z"), "")]
+    encoder.normalizer = normalizers.Sequence(steps)
     for ids, special in ((kinds.control, True), (kinds.user, False)):
         whole = [
             _whole(tokens[i], special, i in parts.eats_left, i in parts.eats_right)
