@@ -10,6 +10,7 @@ from shared.errors import InvalidRequest, MeshError, Unavailable
 from shared.ids import pack_ids
 from shared.messages import ChatPrompt, Submit, Tokenized, TokenizedPrompt
 from shared.sampling import SamplingDefaults, SamplingParams
+from tests.services.gateway.fake_mesh import Front
 from tests.services.gateway.session_rig import R, Rig
 
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.2)
@@ -105,3 +106,24 @@ def test_a_chat_asks_for_its_prompt_once() -> None:
     """All choices have the same prompt; one of them brings its log probabilities."""
     request = spec(chat=ChatPrompt(messages=[]), n=3, sampling={"prompt_logprobs": 1})
     assert [s.prompt_logprobs for s in opened(request, told([1] * 30_000))] == [1, None, None]
+
+
+async def test_a_request_over_http_gets_the_models_defaults(edge: Front) -> None:
+    """What the tokenizer says of the model reaches the worker, unless the client says otherwise;
+    so do the ids of bad words and the allowed ids.
+    """
+    edge.mesh.script.sampling_defaults = DEFAULTS
+    said = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    more = {"bad_words": ["ab", "c"], "allowed_token_ids": [5, 6]}
+    bodies: list[dict[str, Any]] = [{}, {"temperature": 0}, said, more]
+    for body in bodies:
+        status, answer, _ = await edge.post("/v1/completions", {"prompt": "x", **body})
+        assert status == 200, answer
+
+    none, one, every, lists = [submit.sampling for submit in edge.mesh.submitted]
+    names = SamplingDefaults.__struct_fields__
+    assert [getattr(none, name) for name in names] == [0.6, 0.9, 20, 0.1, 1.2]
+    assert [getattr(one, name) for name in names] == [0, 0.9, 20, 0.1, 1.2]
+    assert [getattr(every, name) for name in names] == [1, 1, 0, 0, 1]
+    assert lists.bad_words == ((ord("a"), ord("b")), (ord("c"),))
+    assert lists.allowed_token_ids == (5, 6)
