@@ -91,6 +91,22 @@ def test_text_of_ids_is_that_of_sentencepiece(
     model = models[name]
     processor = model.reference.model
     ids = [i for i in ids if i < len(processor)]
-    texts = [i for i in ids if not processor.is_control(i) and not processor.is_unknown(i)]
     vocabulary = model.files["gguf"].vocabulary
+    texts = [i for i in ids if i not in vocabulary.special]
     assert vocabulary.text(ids, skip_special_tokens=True) == processor.decode(texts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_control_tokens_are_special(models: dict[str, Model], name: str) -> None:
+    """And Gemma's marks of a turn, which SentencePiece calls user-defined."""
+    processor = models[name].reference.model
+    for files in models[name].files.values():
+        special = {processor.id_to_piece(i) for i in files.vocabulary.special}
+        control = (i for i in range(len(processor)) if processor.is_control(i))
+        assert special - {"<start_of_turn>", "<end_of_turn>"} == {
+            processor.id_to_piece(processor.unk_id()),
+            *map(processor.id_to_piece, control),
+        }
+        assert ("<start_of_turn>" in special) == (name == "gemma")
+        ends = {processor.id_to_piece(i) for i in files.end_ids}
+        assert ends == ({"<eos>", "<end_of_turn>"} if name == "gemma" else {"</s>"})
