@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from tests.chaos.history import Asked, AtRest, Ended, How, Injected, Line, Told, Used
 
-FOREIGN_CHARS = 24  # of a text that is wrong: if another answer has them, they came from there
+FOREIGN_CHARS = 16  # of a text that is wrong: if another answer has them, they came from there
 
 
 class Allowed(NamedTuple):

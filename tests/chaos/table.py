@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tests.chaos.checker import Allowed
 from tests.chaos.nats_proxy import Verb
 from tests.chaos.nemesis import Both, Fault, Kill, Pause
+from tests.chaos.nemesis_clients import Leave, Poison, Stall
 from tests.chaos.nemesis_net import Bad, Flush, Full, Messages, Reset
 
 MAIN_ROUNDS = 10  # of 16 streams: 160 waits
@@ -125,6 +126,15 @@ def messages() -> list[Experiment]:
     return [*rows, Experiment("drop", "beacons", partial(Messages, "drop", "beacons", 0.5), 3.0)]
 
 
+def clients() -> list[Experiment]:
+    return [
+        Experiment("poison: crash", "engine", lambda: Poison("crash"), rounds=3),
+        Experiment("poison: NaN", "engine", lambda: Poison("nan")),
+        Experiment("leave", "8 clients", Leave),
+        Experiment("stall", "a client", Stall),
+    ]
+
+
 def pairs() -> list[Experiment]:
     """Two faults: an error is allowed if it is typed; silence and wrong text never are."""
     typed = Allowed(codes=frozenset({"unavailable", "internal_error", "overloaded"}))
@@ -141,4 +151,4 @@ def pairs() -> list[Experiment]:
 
 def table() -> list[Experiment]:
     """Every row."""
-    return [*kills(), *pauses(), *restarts(), *network(), *messages(), *pairs()]
+    return [*kills(), *pauses(), *restarts(), *network(), *messages(), *clients(), *pairs()]

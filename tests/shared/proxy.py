@@ -157,6 +157,8 @@ class Proxy:
                     (self.sent if direction == "sent" else self.received).extend(data)
                 for piece in self.pieces(link, data) if direction == "sent" else [data]:
                     passed = await self.weather.meet(link, direction, piece)
+                    if writer.is_closing():
+                        return
                     writer.write(passed)
                     await writer.drain()
                     if passed is not piece:  # cut: let the half go out first
