@@ -122,6 +122,7 @@ class JetStream:
         self._numbers = itertools.count()
         self._batches: dict[str, Callable[[Delivery], None]] = {}
         self._subscription: Subscription | None = None
+        self._subscribing = asyncio.Lock()
 
     async def ensure_stream(self, config: StreamConfig) -> None:
         """Create the stream, or give the one that is there this configuration."""
@@ -155,8 +156,9 @@ class JetStream:
 
     async def read(self, stream: str, subject: str, after: int = 0) -> list[Entry]:
         """What is stored on `subject` behind the sequence `after`, in order."""
-        if self._subscription is None:
-            self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_batch)
+        async with self._subscribing:
+            if self._subscription is None:
+                self._subscription = await self._bus.subscribe(f"{self._inbox}.*", self._on_batch)
         entries: list[Entry] = []
         pending = 1
         while pending:

@@ -29,3 +29,18 @@ def beat(role: str, instance: str = "*") -> str:
 def beacon(pool: str) -> str:
     """Where the leader of a pool shows itself."""
     return f"{INTERNAL}.beacon.{pool}"
+
+
+def stored(request_id: str = "*") -> str:
+    """The log of one stored request, or of all: what is published there goes into a stream."""
+    return f"{INTERNAL}.stored.{request_id}"
+
+
+def logged(request_id: str) -> str:
+    """Where the server says what it has just stored in the log of a request."""
+    return f"{INTERNAL}.logged.{request_id}"
+
+
+def job(request_id: str = "*") -> str:
+    """The place of a stored request in the work queue."""
+    return f"{INTERNAL}.jobs.{request_id}"
