@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
+import logging
 import random
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import structlog
 import uvloop
 
 from tests.chaos import report
@@ -100,6 +102,8 @@ def main() -> int:
         sys.exit(f"No row contains {args.fault!r}; --list shows them.")
     seed = random.SystemRandom().getrandbits(31) if args.seed is None else args.seed
     print(f"SEED={seed}", flush=True)
+    # Of our own connections to the bus: that they break is what was asked for.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     started = time.monotonic()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rounds = runner.run(run(args, chosen, seed))

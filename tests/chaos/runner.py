@@ -13,13 +13,19 @@ from tests.chaos.site import Held, Site
 from tests.chaos.table import Experiment
 from tests.chaos.workload import Clients, mixed, streams
 
-STREAMS = 16
-LANES = 4  # of mixed requests beside them, one after the other
-MIXED = 24
+LANES = 4  # of mixed requests beside the streams, one after the other
 LEAVES = 0.2  # share of mixed requests whose client leaves
 BEGIN_S = 30.0  # for all streams to have got something
 SPREAD_S = 0.8  # where in the streams the fault comes
 REST_S = 30.0
+
+
+class Load(NamedTuple):
+    """How much is asked."""
+
+    streams: int = 16
+    tokens: int = 250  # of each: five seconds, longer than any promised wait
+    mixed: int = 24  # different requests that the lanes choose from
 
 
 class Round(NamedTuple):
@@ -36,12 +42,13 @@ class Round(NamedTuple):
 class Campaign:
     """Rounds on one site, after a calm run that says what is right and what a rest looks like."""
 
-    def __init__(self, site: Site, seed: int, folder: Path) -> None:
+    def __init__(self, site: Site, seed: int, folder: Path, load: Load | None = None) -> None:
+        load = load or Load()
         self.site = site
         self._seed = seed
         self._folder = folder
-        self._streams = streams(seed, STREAMS)
-        self._mixed = mixed(seed, MIXED)
+        self._streams = streams(seed, load.streams, load.tokens)
+        self._mixed = mixed(seed, load.mixed)
         self._calm: Calm = {}
         self._baseline: dict[str, Held] = {}
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,6 @@ from shared.nats_bus import NatsBus
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
 
 PATIENCE_S = 60.0  # without an end, a request counts as silent
-STREAM_TOKENS = 250
 WORDS = re.findall(
     r"\w+",
     "river stone lantern window garden copper winter signal harbor market engine planet thunder "
@@ -42,7 +41,7 @@ class Ask(NamedTuple):
     may_fail: tuple[str, ...] = ()
 
 
-def streams(seed: int, count: int, tokens: int = STREAM_TOKENS) -> list[Ask]:
+def streams(seed: int, count: int, tokens: int) -> list[Ask]:
     """Streams of a known length, each with another prompt; every fifth over the bus."""
     rng = random.Random(seed)
     asks = []
@@ -133,7 +132,15 @@ def chat(rng: random.Random, key: str) -> list[dict[str, str]]:
 class Clients:
     """Asks over HTTP and over the bus, `bus` being theirs to close."""
 
-    def __init__(self, base_url: str, model: str, bus: NatsBus, history: History) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        bus: NatsBus,
+        history: History,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._patience_s = patience_s
         self._base_url = base_url
         self._model = model
         self._nats = bus
@@ -158,9 +165,9 @@ class Clients:
         request = f"{ask.key}#{next(self._numbers)}"
         self._history.add(Asked(request=request, ask=ask.key, way=ask.way, may_fail=ask.may_fail))
         how: How = "silent"
-        code, detail = "", f"no end within {PATIENCE_S:g} s"
+        code, detail = "", f"no end within {self._patience_s:g} s"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 how, code, detail = await self._end_of(ask, request, leave_after)
         self._history.add(Ended(request=request, how=how, code=code, detail=detail))
         return request
