@@ -31,6 +31,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=("sim", "real"), default="sim")
     parser.add_argument("--list", action="store_true", help="show the rows and end")
     parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT}")
+    parser.add_argument("--keep", action="store_true", help="histories of good rounds, too")
     parser.add_argument("--run-dir", type=Path, default=Path(".run/chaos"))
     return parser.parse_args(given)
 
@@ -59,7 +60,7 @@ async def run(args: argparse.Namespace, chosen: list[Experiment], seed: int) -> 
     while True:
         options = SIMULATED if args.engine == "sim" else REAL
         async with Site(args.run_dir.absolute() / "mesh", *options) as site:
-            campaign = Campaign(site, seed, folder)
+            campaign = Campaign(site, seed, folder, keep=args.keep)
             calm = await campaign.calm()
             print(f"calm: {calm.requests} requests, {len(calm.violations)} violations", flush=True)
             if calm.violations:
@@ -81,9 +82,10 @@ def tell(one: Round) -> None:
     """A line per round, and what was wrong."""
     verdict = one.verdict
     gap = f"gap max {max(verdict.gaps_s):.2f} s of {len(verdict.gaps_s)}" if verdict.gaps_s else ""
+    causes = ", ".join(f"{count} {cause}" for cause, count in one.redrives.items()) or "none"
     ends = ", ".join(f"{count} {how}" for how, count in sorted(verdict.ends.items()))
     print(
-        f"{one.experiment.name} {one.number}: {ends}; {one.redrives} re-drives; {gap};"
+        f"{one.experiment.name} {one.number}: {ends}; re-drives: {causes}; {gap};"
         f" {one.seconds:.0f} s",
         *report.violations(one),
         sep="\n",

@@ -62,7 +62,7 @@ class Row(NamedTuple):
             str(ends["cut"] + self.count("untyped")),
             str(self.count("silent")),
             str(self.count("leaked")),
-            str(sum(one.redrives for one in self.rounds)),
+            str(sum(one.redrives.total() for one in self.rounds)),
             shown(gaps, 0.5),
             shown(gaps, 0.99),
             f"{shown(gaps, 1.0)} ({len(gaps)})",

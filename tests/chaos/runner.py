@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from tests.chaos.history import AtRest, Healed, History, Injected
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import Held, Site
 from tests.chaos.table import Experiment
-from tests.chaos.workload import Clients, mixed, streams
+from tests.chaos.workload import Clients, Lookups, mixed, streams
 
 LANES = 4  # of mixed requests beside the streams, one after the other
 LEAVES = 0.2  # share of mixed requests whose client leaves
@@ -28,6 +29,9 @@ class Load(NamedTuple):
     mixed: int = 24  # different requests that the lanes choose from
 
 
+FULL = Load()
+
+
 class Round(NamedTuple):
     """One fault, once."""
 
@@ -35,15 +39,18 @@ class Round(NamedTuple):
     number: int
     history: Path
     verdict: Verdict
-    redrives: int
+    redrives: Counter[str]  # by cause
     seconds: float
 
 
 class Campaign:
     """Rounds on one site, after a calm run that says what is right and what a rest looks like."""
 
-    def __init__(self, site: Site, seed: int, folder: Path, load: Load | None = None) -> None:
-        load = load or Load()
+    def __init__(
+        self, site: Site, seed: int, folder: Path, load: Load = FULL, *, keep: bool = False
+    ) -> None:
+        """`keep`: histories of rounds without a violation, too."""
+        self._keep = keep
         self.site = site
         self._seed = seed
         self._folder = folder
@@ -84,10 +91,14 @@ class Campaign:
             history.add(AtRest(leaks=await self.site.rest(self._baseline, REST_S)))
             verdict = check(history.lines, self._calm, experiment.allowed)
         after = await self.site.counters("gateway")
-        redrives = sum(
-            max(0, count - before[name]) for name, count in after.items() if "redrive_" in name
+        redrives = Counter(
+            {
+                name.removeprefix("redrive_"): count - before[name]
+                for name, count in after.items()
+                if name.startswith("redrive_") and count > before[name]
+            }
         )
-        if not verdict.violations:
+        if not verdict.violations and not self._keep:
             path.unlink()
         return Round(experiment, number, path, verdict, redrives, time.monotonic() - started)
 
@@ -98,6 +109,10 @@ class Campaign:
             asyncio.create_task(self._lane(field.clients, random.Random(field.rng.random()), over))
             for _ in range(LANES)
         ]
+        if experiment.lookups:
+            kv_tier = (await self.site.instances("kv_tier"))[0]
+            lookups = Lookups(self.site.bus, kv_tier, history)
+            load.append(asyncio.create_task(lookups.run(over)))
         fault = experiment.make()
         try:
             await field.clients.wait_begun({ask.key for ask in self._streams}, BEGIN_S)

@@ -101,6 +101,10 @@ class Site:
         """Every process, as the supervisor sees it."""
         return (await asyncio.to_thread(control.status, self.run_dir)).processes
 
+    async def instances(self, role: str) -> list[str]:
+        """The names under which those of `role` are on the bus."""
+        return [p.instance for p in await self.status() if p.name.partition("-")[0] == role]
+
     async def victims(self, target: str) -> list[Victim]:
         """The running processes that `target` means: a role, `scheduler.leader`,
         `scheduler.standby`, `gpu_worker.io` or `gpu_worker.engine`.

@@ -29,6 +29,7 @@ class Experiment(NamedTuple):
     rounds: int = 2
     allowed: Allowed = Allowed()
     gap_p99_s: float | None = None  # the promise, where one is made
+    lookups: bool = False  # kv_tier lives and is asked all the time
 
     @property
     def name(self) -> str:
@@ -49,7 +50,7 @@ def kills() -> list[Experiment]:
         Experiment("kill", "scheduler.standby", lambda: Kill("scheduler.standby"), gap_p99_s=0.5),
         Experiment("kill", "tokenizer", lambda: Kill("tokenizer"), gap_p99_s=0.5),
         Experiment("kill", "kv_tier", lambda: Kill("kv_tier"), gap_p99_s=0.5),
-        Experiment("kill", "redis", lambda: Kill("redis"), gap_p99_s=0.5),
+        Experiment("kill", "redis", lambda: Kill("redis"), gap_p99_s=0.5, lookups=True),
         Experiment("kill", "gateway", lambda: Kill("gateway"), allowed=GATEWAY_GONE),
         Experiment("kill all", "gpu_worker", lambda: Kill("gpu_worker", everyone=True)),
         Experiment("kill all", "detokenizer", lambda: Kill("detokenizer", everyone=True)),
@@ -71,7 +72,7 @@ def pauses() -> list[Experiment]:
                    gap_p99_s=0.5),
         Experiment("pause", "tokenizer", lambda: Pause("tokenizer"), hold, gap_p99_s=0.5),
         Experiment("pause", "kv_tier", lambda: Pause("kv_tier"), hold, gap_p99_s=0.5),
-        Experiment("pause", "redis", lambda: Pause("redis"), hold, gap_p99_s=0.5),
+        Experiment("pause", "redis", lambda: Pause("redis"), hold, gap_p99_s=0.5, lookups=True),
         Experiment("pause", "gateway", lambda: Pause("gateway"), hold),
         Experiment("pause", "nats", lambda: Pause("nats"), 2.0),
         Experiment("pause all", "gpu_worker", lambda: Pause("gpu_worker", everyone=True), 3.0),
@@ -98,11 +99,13 @@ def network() -> list[Experiment]:
         Experiment("one way in", "nats", lambda: Bad("nats", held=("received",)), 2.0),
         Experiment("reset", "nats", lambda: Reset("nats")),
         Experiment("cut mid-frame", "nats", lambda: Bad("nats", cuts=8), 2.0),
-        Experiment("blackhole", "redis link", lambda: Bad("redis", held=both), 2.0),
-        Experiment("latency 50 ms", "redis link", lambda: Bad("redis", latency_s=0.05), 2.0),
-        Experiment("reset", "redis link", lambda: Reset("redis")),
-        Experiment("flush", "redis", Flush),
-        Experiment("full", "redis", Full, 2.0),
+        Experiment("blackhole", "redis link", lambda: Bad("redis", held=both), 2.0, lookups=True),
+        Experiment(
+            "latency 50 ms", "redis link", lambda: Bad("redis", latency_s=0.05), 2.0, lookups=True
+        ),
+        Experiment("reset", "redis link", lambda: Reset("redis"), lookups=True),
+        Experiment("flush", "redis", Flush, lookups=True),
+        Experiment("full", "redis", Full, 2.0, lookups=True),
     ]
     for role in ("gateway", "scheduler", "gpu_worker", "detokenizer", "tokenizer"):
         rows += [

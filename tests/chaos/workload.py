@@ -10,15 +10,20 @@ import contextlib
 import itertools
 import random
 import re
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
 
+from shared.bus import Delivery
 from shared.client import Client, RequestFailed
 from shared.errors import MeshError
+from shared.kv import HASH_SIZE
+from shared.messages import BlocksFound, LookupBlocks, encode
 from shared.nats_bus import NatsBus
+from shared.subjects import inbox
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
 
 PATIENCE_S = 60.0  # without an end, a request counts as silent
@@ -251,6 +256,54 @@ class Clients:
             self._history.add(
                 Used(request=request, prompt_tokens=prompt, completion_tokens=completion)
             )
+
+
+class Lookups:
+    """Asks kv_tier as a worker does, again and again; each question is to be answered in time, with
+    whatever: a cache that cannot say is a miss.
+    """
+
+    EVERY_S = 0.05
+    ANSWER_S = 2.0  # several times what kv_tier may wait for Redis
+
+    def __init__(self, bus: NatsBus, kv_tier: str, history: History) -> None:
+        self._bus = bus
+        self._kv_tier = kv_tier
+        self._history = history
+        self._worker = f"chaos-{secrets.token_hex(4)}"
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    async def run(self, over: asyncio.Event) -> None:
+        """Until `over`."""
+        subscription = await self._bus.subscribe(inbox(self._worker), self._answered)
+        questions: list[asyncio.Task[None]] = []
+        while not over.is_set():
+            questions.append(asyncio.create_task(self._ask(len(questions))))
+            await asyncio.sleep(self.EVERY_S)
+        await asyncio.gather(*questions)
+        await subscription.unsubscribe()
+
+    async def _ask(self, number: int) -> None:
+        request = f"lookup#{number}"
+        self._waiting[number] = asyncio.get_running_loop().create_future()
+        self._history.add(Asked(request=request, ask="lookup", way="lookup"))
+        question = LookupBlocks(
+            lookup_id=number, worker=self._worker, block_hashes=secrets.token_bytes(4 * HASH_SIZE)
+        )
+        self._bus.publish(inbox(self._kv_tier), encode(question))
+        how: How = "finished"
+        try:
+            async with asyncio.timeout(self.ANSWER_S):
+                await self._waiting[number]
+        except TimeoutError:
+            how = "silent"
+        self._history.add(Ended(request=request, how=how))
+
+    def _answered(self, delivery: Delivery) -> None:
+        found = msgspec.msgpack.decode(delivery.payload, type=BlocksFound)
+        waiting = self._waiting[found.lookup_id]
+        if not waiting.done():
+            waiting.set_result(None)
 
 
 class Refused(Exception):
