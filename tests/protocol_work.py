@@ -5,7 +5,7 @@ import zlib
 from typing import Any
 
 from services.detokenizer.legs import DetokenizerLegs
-from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent, SessionSpec
+from services.gateway.events import Delta, Opening, SessionEnd, SessionEvent, SessionSpec
 from services.gpu_worker.config import SimConfig, WorkerConfig
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
@@ -124,8 +124,9 @@ class Client:
     def emit(self, event: SessionEvent) -> None:
         assert self.end is None, f"{event} after the end"
         match event:
-            case Prompts():
-                assert event.prompt_ids == self.spec.ids
+            case Opening():
+                prompts = event.tokenized.prompts
+                assert [unpack_ids(prompt.prompt_ids) for prompt in prompts] == self.spec.ids
             case Delta():
                 ids = self.ids.setdefault(event.choice, [])
                 assert event.choice not in self.finish, "ids after the finish"

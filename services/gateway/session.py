@@ -7,7 +7,7 @@ driven again from them under a fresh epoch, and whatever still comes from an old
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.gateway.events import Delta, Emit, Prompts, SessionEnd, SessionSpec
+from services.gateway.events import Delta, Emit, Opening, Resume, SessionEnd, SessionSpec
 from services.gateway.opening import num_prompts, sampling_of_choices
 from shared.errors import MeshError
 from shared.ids import count_ids, pack_ids, unpack_ids
@@ -218,20 +218,29 @@ class Leg:
 class Session:
     """A request from its opening to its one `SessionEnd`."""
 
-    def __init__(self, spec: SessionSpec, emit: Emit, seed: int, now: float) -> None:
+    def __init__(
+        self, spec: SessionSpec, emit: Emit, seed: int, now: float, resume: Resume | None = None
+    ) -> None:
         self.spec = spec
         self.deadline = now + spec.timeout_s
         self.legs: list[Leg] = []
         self.cached_tokens = 0
         self.ended = False
         self._emit = emit
-        self._told: Tokenized | None = None
+        self._resume = resume or Resume(epoch=0)
+        self._opening = self._resume.opening
+        self._told = self._opening.tokenized if self._opening is not None else None
         self._seed = spec.seed if spec.seed is not None else seed
         self._cached_seen: set[int] = set()
 
     @property
     def num_prompts(self) -> int:
         return num_prompts(self.spec)
+
+    @property
+    def opened(self) -> bool:
+        """No tokenizer has to be asked: the session was opened before, here or elsewhere."""
+        return self._opening is not None
 
     @property
     def prompts(self) -> list[TokenizedPrompt]:
@@ -266,12 +275,22 @@ class Session:
         return max(1, int((self.deadline - now) * 1000))
 
     def open_legs(self, max_model_len: int) -> None:
-        """Fix everything that is not a function of ids. Raises `MeshError`."""
+        """Fix what is not a function of ids, unless that was done before. Raises `MeshError`."""
         assert self._told is not None
-        params = sampling_of_choices(self.spec, self._told, max_model_len, self._seed)
-        for choice, sampling in enumerate(params):
-            self.legs.append(Leg(choice, self.prompts[choice // self.spec.n], sampling))
-        self._emit(Prompts([unpack_ids(prompt.prompt_ids) for prompt in self.prompts]))
+        opening, resume = self._opening, self._resume
+        if opening is None:
+            opening = Opening(tokenized=self._told, seed=self._seed, max_model_len=max_model_len)
+        told, limit = opening.tokenized, opening.max_model_len
+        for choice, sampling in enumerate(
+            sampling_of_choices(self.spec, told, limit, opening.seed)
+        ):
+            leg = Leg(choice, told.prompts[choice // self.spec.n], sampling, epoch=resume.epoch)
+            leg.output_ids += resume.output_ids.get(choice, [])
+            leg.state = "ended" if choice in resume.ended else "pending"
+            self.legs.append(leg)
+        if self._opening is None:
+            self._opening = opening
+            self._emit(opening)
 
     def submit(self, leg: Leg, gateway: str, now: float) -> Submit:
         """The message that drives `leg` from what was delivered, at its epoch."""
