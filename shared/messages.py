@@ -333,8 +333,8 @@ class RouteLost(Leg, frozen=True, kw_only=True):
     """scheduler, worker or detokenizer -> gateway: this epoch has lost its way; re-drive it. A
     duplicate finds a newer epoch and is dropped.
 
-    `reason`: worker_lost, worker_hung or detokenizer_lost (scheduler), drain (worker), gap or
-    unknown_leg (detokenizer).
+    `reason`: worker_lost, worker_hung or detokenizer_lost (scheduler), drain (worker or
+    detokenizer), gap or unknown_leg (detokenizer).
     """
 
     reason: str

@@ -89,6 +89,7 @@ class DetokenizerLegs:
         self._legs: dict[Key, LegText] = {}
         self._ended = Recent(config.max_tombstones, config.tombstone_s)
         self._reported = Recent(config.max_tombstones, config.complain_s)
+        self._draining = False
 
     @property
     def num_legs(self) -> int:
@@ -103,6 +104,10 @@ class DetokenizerLegs:
             if leg is not None and leg.epoch <= message.epoch:
                 del self._legs[key]
             self._ended.add(key, message.epoch, now)
+
+    def hand_over(self) -> None:
+        """Begin to drain: the session of each leg is told at its next record to go elsewhere."""
+        self._draining = True
 
     def tick(self, now: float) -> None:
         """Drop legs whose lease ran out."""
@@ -157,6 +162,9 @@ class DetokenizerLegs:
         leg = self._legs.get(key)
         if self._ended.covers(key, record.epoch) or (leg and record.epoch < leg.epoch):
             self.counters["late"] += 1
+            return None
+        if self._draining:
+            self._lose(record, "drain", now)
             return None
         if leg is None or record.epoch > leg.epoch:
             self._legs.pop(key, None)

@@ -67,6 +67,11 @@ class TokenizerCore:
         self._tokenizer = Tokenizer(files, config.template_cpu_s)
         self._jobs: dict[str, Job] = {}  # by request, the one whose turn is next first
 
+    @property
+    def num_jobs(self) -> int:
+        """Questions that are half answered."""
+        return len(self._jobs)
+
     def receive(self, message: ToTokenizer, now: float) -> None:
         match message:
             case Generate(request_id=known) if known in self._jobs:
