@@ -63,7 +63,9 @@ def _shows_prompt(spec: SessionSpec, choice: int) -> bool:
 
 
 def _defaults(spec: SessionSpec, told: SamplingDefaults | None) -> dict[str, float]:
-    """What the model's files recommend where the request says nothing."""
+    """What the model's files recommend where the request says nothing. It comes with the ids: a
+    gateway holds no model files, and the tokenizer speaks of the very model that it made ids for.
+    """
     values = {name: getattr(told, name, None) for name in spec.unsaid}
     return {name: value for name, value in values.items() if value is not None}
 

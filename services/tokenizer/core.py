@@ -161,9 +161,10 @@ class TokenizerCore:
         word of a text, and none after a line break.
         """
         ways: dict[bytes, None] = {}
+        opened = self._ids("\n")
         for word in words:
             bare = word.lstrip(" ") or word
-            line, opened = self._ids(f"\n{bare}"), self._ids("\n")
+            line = self._ids(f"\n{bare}")
             inside = line[len(opened) :] if line[: len(opened)] == opened else []
             found = [ids for ids in (self._ids(f" {bare}"), self._ids(bare), inside) if ids]
             if not found:

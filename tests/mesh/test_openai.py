@@ -212,10 +212,12 @@ async def test_an_echo_scores_a_text_as_it_was_generated(
     prompt = "The capital of France is"
     options: dict[str, Any] = {"model": mesh.model, "temperature": 0, "logprobs": 1}
     said = (await client.completions.create(prompt=prompt, max_tokens=12, **options)).choices[0]
-    for max_tokens in (0, 1):
+    text = prompt + said.text
+    ids = (await mesh.post("/tokenize", {"prompt": text}))["tokens"]
+    for whole, max_tokens in ((text, 0), (ids, 1)):
         scored = (
             await client.completions.create(
-                prompt=prompt + said.text, max_tokens=max_tokens, echo=True, **options
+                prompt=whole, max_tokens=max_tokens, echo=True, **options
             )
         ).choices[0]
         assert said.logprobs is not None
@@ -223,7 +225,7 @@ async def test_an_echo_scores_a_text_as_it_was_generated(
         tokens, values = scored.logprobs.tokens or [], scored.logprobs.token_logprobs or []
         end = len(tokens) - max_tokens
         assert "".join(tokens) == scored.text
-        assert scored.text.startswith(prompt + said.text)
+        assert scored.text.startswith(text)
         assert values[0] is None
         assert tokens[end - 12 : end] == said.logprobs.tokens
         assert values[end - 12 : end] == said.logprobs.token_logprobs
