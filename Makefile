@@ -14,7 +14,7 @@ locks   := requirements.lock requirements-models.lock
 stamp    = $(VENV)/installed-$(shell cat $(locks) pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status logs chat test check chaos bench clean
+.PHONY: help install up down status logs scale rolling chat test check chaos bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -35,6 +35,12 @@ status: install ## every process: state, load, restarts
 logs: install ## last lines of each log (ARGS='gateway-0 -f' for one)
 	@$(shoal) logs --run-dir '$(RUN_DIR)' $(ARGS)
 
+scale: install ## more or fewer processes of a role (ARGS='gpu_worker=3')
+	@$(shoal) scale --run-dir '$(RUN_DIR)' $(ARGS)
+
+rolling: install ## replace every service process while the mesh serves; NATS and Redis stay
+	@$(shoal) rolling --run-dir '$(RUN_DIR)' $(ARGS)
+
 chat: install ## talk to the running mesh
 	@$(shoal) chat --run-dir '$(RUN_DIR)' $(ARGS)
 
@@ -47,8 +53,8 @@ check: install ## exactly what CI checks: format, lint, types, imports, budgets
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pytest -q tests/test_budgets.py
 
-chaos: install ## kill processes under load and compare every answer (SEED=N replays)
-	@SEED=$(SEED) $(VENV)/bin/pytest -q -s tests/mesh/test_failover.py $(ARGS)
+chaos: install ## break a mesh in every way, compare every answer (SEED=N replays, 40 minutes)
+	@$(shoal) chaos $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: install ## streams at rising concurrency: tokens/s, time to first token
 	@$(VENV)/bin/python -m tests.bench.streams $(ARGS)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, Restarts, Silence, SilencePolicy
-from deploy.servers import die_with_parent
+from deploy.servers import Server, die_with_parent
 from shared.config import Status
 from shared.log import log
 
@@ -28,7 +28,8 @@ NOT_STARTED = "cannot be started"
 """How the reason begins when the machine refused: a full disk, no more processes."""
 
 STATUS_LINE_MAX = 65536  # bytes; a child that writes longer lines is not ours
-PROBE_S = 0.02
+PROBE_S = 0.02  # between two questions whether a server is ready
+PING_S = 1.0  # and whether it still answers
 
 State = Literal["starting", "ready", "draining", "paused", "backoff", "failed", "stopped"]
 
@@ -48,11 +49,11 @@ class ChildSpec(Struct, frozen=True):
     role: str
     log: Path
     command: Callable[[str, int], Command]  # instance, status fd -> how to start it
-    probe: Callable[[], Awaitable[bool]] | None = None
-    """Asked until it says that the child is ready; None = the child says so in `Status` lines."""
-    why_not: Callable[[], str] | None = None  # reads its log better than we do
+    ordinal: int = 0  # among those of its role
+    server: Server | None = None  # does not speak, is asked; None = speaks in `Status` lines
     restart: RestartPolicy = RestartPolicy()
     silence: SilencePolicy = SilencePolicy()
+    hurry_s: float = 5.0  # from the second SIGTERM, which says that time is up, to SIGKILL
 
 
 class Child:
@@ -80,6 +81,7 @@ class Child:
         self._changed = changed
         self._clock = clock
         self._kill_reason = ""
+        self._asked = False  # its end was
         self._stopping = asyncio.Event()
         self._gone = asyncio.Event()
         self._gone.set()
@@ -95,7 +97,9 @@ class Child:
                 break
             self._died(self, self.reason)
             delay = None
-            if self.reason != f"exit {EX_CONFIG}":
+            if self._asked:
+                delay = self.restarts.asked()
+            elif self.reason != f"exit {EX_CONFIG}":
                 delay = self.restarts.next_delay(self._clock())
             if delay is None and self.started and self.reason.startswith(NOT_STARTED):
                 delay = self.spec.restart.cap_s  # it has run here; a disk is not full for ever
@@ -110,16 +114,19 @@ class Child:
         self._become("stopped")
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after `grace_s`; on return it is gone, whatever its state was."""
+        """SIGTERM; after `grace_s` another one, and SIGKILL after `hurry_s` more. On return it is
+        gone, whatever its state was.
+        """
         self._stopping.set()
         self.signal(signal.SIGTERM)
         self.signal(signal.SIGCONT)
-        try:
-            async with asyncio.timeout(grace_s):
-                await self._gone.wait()
-        except TimeoutError:
-            self.signal(signal.SIGKILL)
-            await self._gone.wait()
+        for patience_s, then in ((grace_s, signal.SIGTERM), (self.spec.hurry_s, signal.SIGKILL)):
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._gone.wait()
+            except TimeoutError:
+                self.signal(then)
+        await self._gone.wait()
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the child; stop, continue and kill reach the processes that it started, too."""
@@ -131,9 +138,9 @@ class Child:
             else:
                 os.killpg(self.pid, number)
 
-    def kill(self, reason: str) -> None:
-        """SIGKILL; from now on it does not count as running."""
-        self._kill_reason = reason
+    def kill(self, reason: str, *, asked: bool = False) -> None:
+        """SIGKILL; from now on it does not count as running. `asked` = by a person: no crash."""
+        self._kill_reason, self._asked = reason, asked
         self.signal(signal.SIGKILL)
         self._become("backoff")
 
@@ -146,11 +153,11 @@ class Child:
         """SIGCONT."""
         self.signal(signal.SIGCONT)
         if self.state == "paused":
-            self._become("starting" if self.spec.probe is None else "ready")
+            self._become("starting" if self.spec.server is None else "ready")
 
     def check_silence(self, now: float) -> None:
         """Kill it if it has been silent for too long."""
-        if not self.pid or self.spec.probe is not None or self._kill_reason:
+        if not self.pid or self._kill_reason:
             return
         limit = self.silence.too_long(now)
         if limit is not None:
@@ -174,7 +181,7 @@ class Child:
         ended = asyncio.Event()
         loop.add_reader(status_fd, self._hear, status_fd)
         loop.add_reader(pidfd, ended.set)
-        probing = asyncio.create_task(self._probe())
+        probing = asyncio.create_task(self._probe(self.spec.server))
         try:
             await ended.wait()
         finally:
@@ -193,7 +200,7 @@ class Child:
 
     def _spawn(self, child_end: int) -> "subprocess.Popen[bytes]":
         self.instance = f"{self.spec.name}-{secrets.token_hex(3)}"
-        self._kill_reason = ""
+        self._kill_reason, self._asked = "", False
         self._buffer = b""
         command = self.spec.command(self.instance, child_end)
         with self.spec.log.open("ab") as log:
@@ -215,13 +222,19 @@ class Child:
         self._become("starting")
         return process
 
-    async def _probe(self) -> None:
-        """Ask a child that does not speak until it is ready."""
-        if self.spec.probe is None:
+    async def _probe(self, server: Server | None) -> None:
+        """Ask a child that does not speak: until it is ready, and then whether it still answers."""
+        if server is None:
             return
-        while not await self.spec.probe():  # noqa: ASYNC110 no event: it is another program
+        # Holds the loop for half a second at most, and only at a start.
+        while not server.ready():  # noqa: ASYNC110 no event: it is another program
             await asyncio.sleep(PROBE_S)
+        self.silence.heard(self._clock())
         self._become("ready")
+        while True:
+            await asyncio.sleep(PING_S)
+            if await server.answers():
+                self.silence.heard(self._clock())
 
     def _hear(self, status_fd: int) -> None:
         """Take what the child wrote on its status pipe."""

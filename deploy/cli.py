@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from deploy import chat, control, logs, remote
+from deploy import chaos, chat, control, logs, remote
 from deploy.child import EX_CONFIG
 from deploy.config import ClusterConfig, load
 from deploy.errors import ClusterError
@@ -97,8 +97,36 @@ def talk(args: argparse.Namespace) -> int:
 
 def signal(args: argparse.Namespace) -> int:
     """SIGKILL, SIGSTOP or SIGCONT."""
-    control.ask(args.run_dir.path, args.command, args.name)
+    control.ask(args.run_dir.path, control.Command(args.command, args.name))
     return 0
+
+
+def scale(args: argparse.Namespace) -> int:
+    """More or fewer processes of a role."""
+    for role, count in args.counts:
+        control.ask(args.run_dir.path, control.Command("scale", role, count), show)
+    return 0
+
+
+def rolling(args: argparse.Namespace) -> int:
+    """Replace processes under load."""
+    control.ask(args.run_dir.path, control.Command("rolling", names=args.names), show)
+    return 0
+
+
+def show(line: str) -> None:
+    """One line now, not when all is done."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def role_and_count(text: str) -> tuple[str, int]:
+    """`gpu_worker=3`; which roles there are, and how many are too many, the supervisor knows."""
+    role, _, count = text.partition("=")
+    try:
+        return role, int(count)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ROLE=NUMBER") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -142,6 +170,11 @@ def parser() -> argparse.ArgumentParser:
         ("resume", "SIGCONT a paused process"),
     ):
         command(verb, signal, text).add_argument("name", help="as in `shoal status`")
+    chaos.add_to(commands)
+    one = command("scale", scale, "more or fewer processes of a role, while the mesh serves")
+    one.add_argument("counts", nargs="+", type=role_and_count, metavar="ROLE=NUMBER")
+    one = command("rolling", rolling, "replace all service processes one by one, while they serve")
+    one.add_argument("names", nargs="*", metavar="NAME", help="of processes or roles; none = all")
     _hidden(commands, here)
     return top
 

@@ -6,20 +6,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
 from deploy import control, servers
 from deploy.child import Child, ChildSpec, Command
-from deploy.config import ClusterConfig
+from deploy.children import Children, raise_failed
+from deploy.config import ROLES, ClusterConfig
 from deploy.errors import ClusterError
 from deploy.launch import Launcher, environment, new_secret
-from deploy.logs import cap, last_line
+from deploy.logs import cap
 from deploy.model import Model
 from deploy.progress import Progress, Ready, Stage
 from deploy.run_dir import RunDir
+from deploy.services import Services
 from shared import subjects
 from shared.errors import MeshError
 from shared.liveness import LATE_S
@@ -29,10 +31,11 @@ from shared.nats_bus import NatsBus
 
 WATCH_S = 0.25
 CAP_LOGS_S = 5.0
-STOP_S = 5.0  # between SIGTERM and SIGKILL; for gateways beside what running answers may take
+STOP_S = 5.0  # for a process that has nothing left to do
 HTTP_POLL_S = 0.05
 RECANCEL_S = 0.1
 HTTP_TIMEOUT_S = 2.0
+SERVERS = ("nats", "redis")
 
 STAGES = {"weights": "loading {model} on each worker", "warm-up": "first steps of the engine"}
 """What a worker's `Status.detail` means for the person who waits."""
@@ -54,19 +57,14 @@ class Cluster:
         self._run_dir = run_dir
         self._listener = listener
         self._progress = progress
-        self._servers: list[Child] = []
-        self._services: list[Child] = []
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._children = Children(self._died)
+        self._services: Services | None = None
         self._bus: NatsBus | None = None
         self._nats_url = ""
         self._state = "starting"
         self._stage = ""
-        self._changed = asyncio.Event()
+        self._change: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
-
-    @property
-    def _children(self) -> list[Child]:
-        return [*self._servers, *self._services]
 
     # --- life ------------------------------------------------------------------------------------
 
@@ -85,8 +83,8 @@ class Cluster:
                 coming_up.result()
                 await stopping
         finally:
-            # First, or it would start processes behind the back of what ends them.
-            await cancelled(coming_up)
+            # First, or they would start processes behind the back of what ends them.
+            await cancelled(coming_up, *([self._change] if self._change else []))
             await self._go_down()
             door.close()
             await cancelled(watch, stopping)
@@ -103,8 +101,8 @@ class Cluster:
         self._nats_url = nats.url
         self._progress.tell(Stage("servers", f"NATS {nats.url_shown}, Redis {redis.url_shown}"))
         for server in (nats, redis):
-            self._servers.append(self._keep(self._server_child(server)))
-        await self._until(self._servers_ready)
+            self._children.keep(self._server_child(server))
+        await self._until_ready()
         try:
             self._bus = await NatsBus.connect(nats.url, nats.user, nats.password, name="supervisor")
         except MeshError as error:
@@ -118,10 +116,14 @@ class Cluster:
             self._listener.fileno(),
             new_secret(),
         )
-        specs = launcher.specs()
-        self._progress.tell(Stage("services", f"{len(specs)} processes"))
-        self._services.extend(self._keep(spec) for spec in specs)
-        await self._until(self._services_ready)
+        counts = {role: service.replicas for role, service in self._config.services.items()}
+        self._progress.tell(Stage("services", f"{sum(counts.values())} processes"))
+        self._services = Services(
+            self._children, self._config.cluster, launcher.spec, self._retired
+        )
+        for role, count in counts.items():
+            self._services.start(role, count)
+        await self._until_ready()
         await self._until_http_ready()
         self._state = "ready"
         self._progress.tell(Ready(self.base_url, self._model.name))
@@ -131,17 +133,11 @@ class Cluster:
         """Gateways first, so that running answers may end; the servers last."""
         self._state = "stopping"
         log.info("stopping")
-        gateways = [c for c in self._services if c.spec.role == "gateway"]
-        others = [c for c in self._services if c.spec.role != "gateway"]
-        await self._end(gateways, self._config.cluster.drain_s + STOP_S)
-        await self._end(others, STOP_S)
+        await self._children.end(self._children.of("gateway"), self._config.cluster.drain_s)
+        await self._children.end(self._children.of(*ROLES), STOP_S)
         if self._bus is not None:
             await self._bus.close()
-        await self._end(self._servers, STOP_S)
-
-    async def _end(self, children: Iterable[Child], grace_s: float) -> None:
-        await asyncio.gather(*(child.stop(grace_s) for child in children))
-        await asyncio.gather(*(self._tasks[child.spec.name] for child in children))
+        await self._children.end(self._children, STOP_S)
 
     @property
     def base_url(self) -> str:
@@ -166,9 +162,6 @@ class Cluster:
         )
 
     def _server_child(self, server: servers.Server) -> ChildSpec:
-        async def probe() -> bool:
-            return server.ready()  # may hold the loop for half a second; asked only at a start
-
         def command(_instance: str, _status_fd: int) -> Command:
             return Command(server.command, environment(server.name, 1))
 
@@ -177,20 +170,23 @@ class Cluster:
             role=server.name,
             log=server.log,
             command=command,
-            probe=probe,
-            why_not=server.why_not,
+            server=server,
             restart=self._config.cluster.restart,
+            silence=self._config.cluster.silence,
         )
-
-    def _keep(self, spec: ChildSpec) -> Child:
-        child = Child(spec, self._died, self._changed.set)
-        self._tasks[spec.name] = asyncio.create_task(child.run())
-        return child
 
     def _died(self, child: Child, reason: str) -> None:
         """Tell the mesh at once; silence would tell it a second later."""
         log.warning("died", child=child.spec.name, instance=child.instance, reason=reason)
-        if self._bus is not None and child in self._services:
+        self._announce(child, reason)
+
+    def _retired(self, child: Child) -> None:
+        """It said good-bye itself; this is for what was sent to it meanwhile."""
+        log.info("retired", child=child.spec.name, instance=child.instance)
+        self._announce(child, "retired")
+
+    def _announce(self, child: Child, reason: str) -> None:
+        if self._bus is not None and child.spec.role not in SERVERS:
             self._bus.publish(subjects.DIED, encode(Died(instance=child.instance, reason=reason)))
 
     async def _watch(self) -> None:
@@ -211,41 +207,13 @@ class Cluster:
 
     # --- readiness -------------------------------------------------------------------------------
 
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        """Wait until `ready()`; raises `ClusterError` when a child is given up or time is out."""
+    async def _until_ready(self) -> None:
         timeout_s = self._config.cluster.ready_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not ready():
-                    self._raise_failed()
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            waiting = [c.spec.name for c in self._children if c.state != "ready"]
-            raise ClusterError(
-                f"Not ready after {timeout_s:g} s: {', '.join(waiting)}; see {self._run_dir.logs}."
-            ) from None
-
-    def _raise_failed(self) -> None:
-        for child in self._children:
-            if child.state == "failed":
-                raise ClusterError(self._why_failed(child))
-
-    def _why_failed(self, child: Child) -> str:
-        if child.spec.why_not is not None:
-            return f"{child.spec.why_not()}."
-        return f"{child.spec.name} cannot run ({child.reason}): {last_line(child.spec.log)}"
-
-    def _servers_ready(self) -> bool:
-        return all(child.state == "ready" for child in self._servers)
-
-    def _services_ready(self) -> bool:
-        self._show_stage()
-        return all(child.state == "ready" for child in self._services)
+        await self._children.until_ready(list(self._children), timeout_s, self._show_stage)
 
     def _show_stage(self) -> None:
         """A line when the slowest worker begins a new stage of its start."""
-        details = {c.status.detail for c in self._services if c.spec.role == "gpu_worker"}
+        details = {child.status.detail for child in self._children.of("gpu_worker")}
         for detail in [d for d in STAGES if d in details][:1]:
             if detail != self._stage and not self._later(detail):
                 self._stage = detail
@@ -258,12 +226,12 @@ class Cluster:
 
     async def _until_http_ready(self) -> None:
         """The gateways say that the mesh behind them can serve."""
-        if not self._config.services["gateway"].replicas:
+        if not self._children.of("gateway"):
             return
         try:
             async with asyncio.timeout(self._config.cluster.ready_timeout_s):
                 while await http_status(self._listener, "/ready") != http.HTTPStatus.OK:
-                    self._raise_failed()
+                    raise_failed(self._children)
                     await asyncio.sleep(HTTP_POLL_S)
         except TimeoutError:
             raise ClusterError(
@@ -272,13 +240,40 @@ class Cluster:
 
     # --- control ---------------------------------------------------------------------------------
 
-    def handle(self, command: control.Command) -> control.Answer:
+    async def handle(self, command: control.Command, tell: control.Tell) -> control.Answer:
         """Do what a person asks through the control socket."""
-        if command.verb == "status":
-            return control.Answer(status=self.status())
-        if command.verb == "down":
-            self.stop()
-            return control.Answer()
+        match command.verb:
+            case "status":
+                return control.Answer(status=self.status())
+            case "down":
+                self.stop()
+                return control.Answer()
+            case "scale" | "rolling":
+                if self._services is None or self._state != "ready":
+                    return control.Answer(error=f"The mesh is {self._state}, not ready.")
+                if command.verb == "scale":
+                    change = self._services.scale(command.name, command.count, tell)
+                else:
+                    change = self._services.roll(command.names, tell)
+                return await self._do(change)
+        return self._signal(command)
+
+    async def _do(self, change: Coroutine[Any, Any, None]) -> control.Answer:
+        """One change at a time: the next one begins with processes that are settled."""
+        if self._change is not None and not self._change.done():
+            change.close()
+            return control.Answer(error="Another `shoal scale` or `shoal rolling` is at work.")
+        self._change = asyncio.create_task(change)
+        await asyncio.wait({self._change})
+        if self._change.cancelled():
+            return control.Answer(error="The mesh is going down.")
+        try:
+            self._change.result()
+        except ClusterError as error:
+            return control.Answer(error=str(error))
+        return control.Answer()
+
+    def _signal(self, command: control.Command) -> control.Answer:
         child = next((c for c in self._children if c.spec.name == command.name), None)
         if child is None:
             names = ", ".join(c.spec.name for c in self._children)
@@ -289,7 +284,7 @@ class Cluster:
             return control.Answer(error=f"{command.name} does not run now ({child.state}).")
         match command.verb:
             case "kill":
-                child.kill("killed by command")
+                child.kill("killed by command", asked=True)
             case "pause":
                 child.pause()
             case "resume":
@@ -300,8 +295,10 @@ class Cluster:
         """Every process, its state, load and restarts."""
         host, port = self._listener.getsockname()[:2]
         now = time.monotonic()
+        children = self._children.of(*SERVERS, *ROLES)
+        lost = self._state == "ready" and any(child.state == "failed" for child in children)
         return control.ClusterStatus(
-            state=self._state,
+            state="degraded" if lost else self._state,
             supervisor_pid=os.getpid(),
             host=host,
             port=port,
@@ -309,7 +306,7 @@ class Cluster:
             drain_s=self._config.cluster.drain_s,
             nats_url=self._nats_url,
             run_dir=str(self._run_dir.path),
-            processes=[describe(child, now) for child in self._children],
+            processes=[describe(child, now) for child in children],
         )
 
 

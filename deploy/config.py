@@ -24,6 +24,7 @@ class ClusterTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: str
     ready_timeout_s: AboveZero
     drain_s: NotNegative
+    retire_s: NotNegative
     restart: RestartPolicy = RestartPolicy()
     silence: SilencePolicy = SilencePolicy()
 

@@ -1,5 +1,7 @@
 """The supervisor's unix socket (0600): one JSON line asked, one answered.
 
+Before the answer to what takes its time come notes on how far it is, and empty lines that say that
+the supervisor is still at it.
 Whoever may open it may stop the cluster, so it lies in the run directory and nowhere else.
 """
 
@@ -8,9 +10,9 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 from msgspec import Struct
@@ -19,14 +21,17 @@ from deploy.errors import ClusterError
 
 LINE_MAX = 1 << 20  # bytes of one answer; a process takes about 200
 ASK_TIMEOUT_S = 5.0
-Verb = Literal["status", "kill", "pause", "resume", "down"]
+AT_IT_S = 1.0  # between two lines of a supervisor that is at work
+Verb = Literal["status", "kill", "pause", "resume", "down", "scale", "rolling"]
 
 
 class Command(Struct, frozen=True, forbid_unknown_fields=True):
     """What a person asks of the supervisor."""
 
     verb: Verb
-    name: str = ""  # of a process: gpu_worker-0
+    name: str = ""  # of a process: gpu_worker-0; of a role, for `scale`
+    count: int = 0  # for `scale`
+    names: list[str] = []  # of processes or roles, for `rolling`; none = all
 
 
 class ProcessStatus(Struct, frozen=True):
@@ -46,7 +51,7 @@ class ProcessStatus(Struct, frozen=True):
 class ClusterStatus(Struct, frozen=True):
     """The answer to `status`."""
 
-    state: str  # starting, ready, stopping
+    state: str  # starting, ready, degraded (a process was given up), stopping
     supervisor_pid: int
     host: str
     port: int
@@ -58,13 +63,15 @@ class ClusterStatus(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
-    """`error` is a sentence for the person who asked."""
+    """`error` is a sentence for the person who asked; after a `note` more is to come."""
 
     error: str = ""
+    note: str = ""
     status: ClusterStatus | None = None
 
 
-Handler = Callable[[Command], Answer]
+Tell = Callable[[str], None]
+Handler = Callable[[Command, Tell], Awaitable[Answer]]
 
 
 @contextlib.contextmanager
@@ -85,9 +92,11 @@ async def serve(run_dir: Path, handle: Handler) -> asyncio.Server:
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 line = await reader.readline()
             try:
-                reply = handle(msgspec.json.decode(line, type=Command))
+                command = msgspec.json.decode(line, type=Command)
             except msgspec.MsgspecError as error:
                 reply = Answer(error=f"Not a command: {error}.")
+            else:
+                reply = await _at_it(handle, command, writer)
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
             await reader.read()  # until they close
@@ -100,17 +109,38 @@ async def serve(run_dir: Path, handle: Handler) -> asyncio.Server:
     return await asyncio.start_unix_server(answer, sock=listener, limit=LINE_MAX)
 
 
-def ask(run_dir: Path, verb: Verb, name: str = "") -> Answer:
-    """Ask the supervisor of `run_dir`; raises `ClusterError` when none answers or it refuses."""
+async def _at_it(handle: Handler, command: Command, writer: asyncio.StreamWriter) -> Answer:
+    """The answer of `handle`; what it tells goes out at once. When the asker has gone, telling
+    raises `ConnectionError`.
+    """
+
+    def tell(note: str) -> None:
+        if writer.is_closing():
+            raise ConnectionResetError("nobody listens any more")
+        writer.write(msgspec.json.encode(Answer(note=note)) + b"\n")
+
+    work = asyncio.ensure_future(handle(command, tell))
+    while not work.done():
+        await asyncio.wait({work}, timeout=AT_IT_S)
+        if not work.done() and not writer.is_closing():
+            writer.write(b"\n")
+    return work.result()
+
+
+def ask(run_dir: Path, command: Command, tell: Tell = lambda _note: None) -> Answer:
+    """Ask the supervisor of `run_dir`, `tell` what it says meanwhile.
+
+    Raises `ClusterError` when none answers or it refuses.
+    """
     pid = 0
     try:
         with short_path(run_dir) as path, socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ASK_TIMEOUT_S)
             connection.connect(path)
             pid = peer(connection)
-            connection.sendall(msgspec.json.encode(Command(verb, name)) + b"\n")
+            connection.sendall(msgspec.json.encode(command) + b"\n")
             with connection.makefile("rb") as lines:
-                answer = msgspec.json.decode(lines.readline(LINE_MAX), type=Answer)
+                answer = _last(lines, tell)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise NotUp(f"No mesh is up in {run_dir}; `shoal up` starts one.") from None
     except TimeoutError:
@@ -122,9 +152,20 @@ def ask(run_dir: Path, verb: Verb, name: str = "") -> Answer:
     return answer
 
 
+def _last(lines: BinaryIO, tell: Tell) -> Answer:
+    while True:
+        line = lines.readline(LINE_MAX)
+        if line == b"\n":
+            continue
+        answer = msgspec.json.decode(line, type=Answer)
+        if not answer.note:
+            return answer
+        tell(answer.note)
+
+
 def status(run_dir: Path) -> ClusterStatus:
     """What runs in `run_dir`."""
-    answer = ask(run_dir, "status").status
+    answer = ask(run_dir, Command("status")).status
     assert answer is not None
     return answer
 

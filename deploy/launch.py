@@ -27,38 +27,34 @@ class Launcher(Struct, frozen=True):
     listen_fd: int
     secret: str  # hex
 
-    def specs(self) -> list[ChildSpec]:
-        """Every service process that is to be there."""
-        return [
-            ChildSpec(
-                name=f"{role}-{ordinal}",
-                role=role,
-                log=self.run_dir.log_file(f"{role}-{ordinal}"),
-                command=self._command(role, f"{role}-{ordinal}"),
-                restart=self.config.cluster.restart,
-                silence=self.config.cluster.silence,
-            )
-            for role, service in self.config.services.items()
-            for ordinal in range(service.replicas)
-        ]
+    def spec(self, role: str, ordinal: int, replicas: Callable[[], int]) -> ChildSpec:
+        """One service process; `replicas` = how many of its role there are at a start of it."""
+        name = f"{role}-{ordinal}"
 
-    def _command(self, role: str, name: str) -> Callable[[str, int], Command]:
         def command(instance: str, status_fd: int) -> Command:
             launch = self.launch(role, name, instance, status_fd)
             file = self.run_dir.write_launch(name, launch)
             return Command(
                 argv=[sys.executable, "-m", "deploy.cli", "run", role, "--launch", str(file)],
-                env=environment(role, self.config.services[role].replicas),
+                env=environment(role, replicas()),
                 pass_fds=() if launch.listen_fd is None else (launch.listen_fd,),
             )
 
-        return command
+        return ChildSpec(
+            name=name,
+            role=role,
+            ordinal=ordinal,
+            log=self.run_dir.log_file(name),
+            command=command,
+            restart=self.config.cluster.restart,
+            silence=self.config.cluster.silence,
+        )
 
     def launch(self, role: str, name: str, instance: str, status_fd: int) -> Launch:
         """The launch file of one start."""
         settings = self.config.services[role].settings
-        if role == "gateway":  # the supervisor waits so long, and a little more, for it to end
-            settings = {"drain_s": self.config.cluster.drain_s, **settings}
+        if role == "gateway":  # its streams may run so long, unless it is told to hurry
+            settings = {"drain_s": self.config.cluster.retire_s, **settings}
         return Launch(
             role=role,
             name=name,

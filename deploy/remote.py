@@ -60,7 +60,7 @@ def down(run_dir: RunDir) -> bool:
     try:
         status = control.status(run_dir.path)
         with _watching(status.supervisor_pid) as ended:
-            control.ask(run_dir.path, "down")
+            control.ask(run_dir.path, control.Command("down"))
             ended(END_S + status.drain_s)
     except control.NotUp:
         was_up = False

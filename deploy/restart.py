@@ -37,12 +37,17 @@ class Restarts:
         self.total += 1
         return delay * (1 + self._rng.uniform(0, policy.jitter))
 
+    def asked(self) -> float:
+        """It ended because a person wanted it: that says nothing about the child."""
+        self.total += 1
+        return self._policy.base_s
+
 
 class SilencePolicy(Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a child may say nothing on its status pipe."""
+    """How long a child may say nothing on its status pipe, or a server answer no ping."""
 
     limit_s: float = 10.0  # children speak every 0.25 s, whatever they work on
-    first_limit_s: float = 60.0  # until the first line: importing on a cold, busy machine
+    first_limit_s: float = 60.0  # until the first word: importing on a cold, busy machine
 
 
 class Silence:

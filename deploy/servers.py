@@ -5,6 +5,8 @@ back a `Running`. Both servers bind loopback or a unix socket, have random crede
 directory, and their files are readable by their owner only.
 """
 
+import asyncio
+import contextlib
 import ctypes
 import importlib.util
 import os
@@ -54,6 +56,24 @@ class Server(Struct, frozen=True, kw_only=True):
             return probe(self)
         except OSError:
             return False
+
+    async def answers(self) -> bool:
+        """Does it say anything at all? One that is full does, one that is stopped does not."""
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                reader, writer = await self._connect()
+                with contextlib.closing(writer):
+                    return bool(await reader.read(1))
+        except (OSError, TimeoutError):
+            return False
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        parts = urlsplit(self.url)
+        if self.name == "nats":  # greets by itself
+            return await asyncio.open_connection(parts.hostname, parts.port)
+        reader, writer = await asyncio.open_unix_connection(unquote(parts.path))
+        writer.write(b"PING\r\n")
+        return reader, writer
 
     def why_not(self) -> str:
         """One sentence on why it does not run, read from the end of its log."""

@@ -8,32 +8,29 @@ import asyncio
 import contextlib
 import datetime
 import os
-import signal
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
-import uvloop
 
 from shared import metrics, subjects
 from shared.bus import Bus, Delivery
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status
 from shared.core import Core
-from shared.errors import Code, InvalidRequest, Unavailable
+from shared.errors import Code, InvalidRequest
 from shared.legs import deadline_s, named_by
 from shared.liveness import LATE_S
-from shared.log import Throttle, configure, log
+from shared.log import Throttle, log
 from shared.mailbox import Mailbox, Queued
 from shared.messages import Beat, Failed, Message, encode
 from shared.micro import Micro
-from shared.nats_bus import NatsBus
 
 BATCH = 256  # messages handled before the loop gets its turn again,
 TURN_S = 0.02  # or as many as this takes: beats do not wait for a mailbox of slow ones
 STATUS_S = 0.25
+SETTLED_S = 0.1  # beats cross the mesh in a few milliseconds, busy ones in tens
 STOP_S = 5.0  # for `on_stop`; after that the process ends anyway
 
 
@@ -41,8 +38,9 @@ class Actor:
     """One service process. Subclasses name `role` and `mailbox` and add what their core needs.
 
     Order of a life: beats and status lines start (not ready) -> `on_start` -> subscribe -> ready ->
-    `on_ready` ... `stop()` -> draining -> `drain` -> `on_stop`. `on_start` must not block the loop
-    (a process silent for 10 s is killed); put long work in a thread.
+    `on_ready` ... `stop()` -> draining -> `drain`, for `drain_s` or until `hurry()` -> `last_words`
+    -> `on_stop`. `on_start` must not block the loop (a process silent for 10 s is killed); put long
+    work in a thread.
 
     An exception out of the core: every leg that the message names is told `Failed(internal)`.
     Then the process goes on if `survives_errors` (its core keeps no state between messages), else
@@ -54,7 +52,7 @@ class Actor:
     """Union of the messages it takes; decoded by one typed decoder."""
     beat_s: ClassVar[float] = 0.25
     tick_s: ClassVar[float] = 0.05
-    drain_s: ClassVar[float] = 10.0
+    drain_s: float = 10.0
     mailbox_limit: ClassVar[int] = 8192  # messages per lane; two seconds of a busy detokenizer
     survives_errors: ClassVar[bool] = False
 
@@ -76,6 +74,8 @@ class Actor:
         self._decoder = msgspec.msgpack.Decoder(self.mailbox)
         self._work_scheduled = False
         self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._arrived = 0  # payloads
         self._fatal: Exception | None = None
         self._beats = 0
         self._next_beat = self._next_status = float("-inf")
@@ -147,7 +147,10 @@ class Actor:
         """Subscribed and ready."""
 
     async def drain(self) -> None:
-        """Return when nothing is left to wait for; cancelled after `drain_s`."""
+        """Take nothing new; return when nothing is left to wait for. Cancelled when time is up."""
+
+    async def last_words(self) -> None:
+        """Tell whoever still waits for us that it will be somebody else, or nobody."""
 
     async def on_stop(self) -> None:
         """Close what `on_start` opened; also after a failure."""
@@ -190,11 +193,25 @@ class Actor:
         """Drain, then end `run`."""
         self._stop.set()
 
+    def hurry(self) -> None:
+        """Wait for nobody any more: `drain` has had its time."""
+        self._hurry.set()
+
+    async def settled(self) -> None:
+        """Return when nothing has arrived for a while and all that had is handled: whoever sends
+        us work has heard by now that we drain.
+        """
+        seen = -1
+        while seen != self._arrived or len(self._queue):
+            seen = self._arrived
+            await asyncio.sleep(SETTLED_S)
+
     def fail(self, error: Exception) -> None:
         """End `run` with `error` at once, without draining."""
         if self._fatal is None:
             self._fatal = error
         self._stop.set()
+        self._hurry.set()
 
     def look_at_connection(self) -> None:
         """Notice that the bus went away or came back. The timer looks too; this is only sooner."""
@@ -245,13 +262,25 @@ class Actor:
         self.draining = True
         log.info("draining")
         self._report(self.clock())
+        draining = asyncio.create_task(self.drain())
+        hurried = asyncio.create_task(self._hurry.wait())
+        both = {draining, hurried}
         try:
-            async with asyncio.timeout(self.drain_s):
-                await self.drain()
-        except TimeoutError:
-            log.warning("drain_timeout", after_s=self.drain_s)
+            await asyncio.wait(both, timeout=self.drain_s, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                draining.result()  # raises what it raised
+            else:
+                log.warning("drain_cut_off", hurried=hurried.done(), after_s=self.drain_s)
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+        if self._fatal is not None:
+            raise self._fatal
+        await self.last_words()
 
     def _on_delivery(self, delivery: Delivery) -> None:
+        self._arrived += 1
         try:
             self.on_payload(delivery.payload)
         except Exception as error:  # noqa: BLE001 our bug: who beats and handles nothing draws all work
@@ -361,40 +390,3 @@ class Actor:
         log.error("core_raised", handling=handling, exc_info=error)
         if not self.survives_errors:
             self.fail(error)
-
-
-def run_service(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> None:
-    """The whole life of a service process; exits 0 after a drain and 1 after a failure."""
-    configure(launch.role, launch.instance)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        failed = runner.run(_serve(launch, make))
-    sys.exit(1 if failed else 0)
-
-
-async def _serve(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> bool:
-    """True when the process failed."""
-    if launch.status_fd is not None:
-        os.set_blocking(launch.status_fd, False)
-    try:
-        bus = await NatsBus.connect(
-            launch.nats_url, launch.nats_user, launch.nats_password, name=launch.instance
-        )
-    except Unavailable as error:
-        log.error("no_bus", error=error.detail)
-        return True
-    actor = make(launch, bus)
-    bus.on_disconnected = bus.on_reconnected = actor.look_at_connection
-    bus.on_closed = lambda reason: actor.fail(Unavailable(f"the bus is closed for good: {reason}"))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, actor.stop)
-    try:
-        await actor.run()
-    except Exception as error:  # noqa: BLE001 the last frame: say why, then end
-        log.critical("failed", exc_info=error)
-        return True
-    finally:
-        bus.on_disconnected = bus.on_reconnected = lambda: None
-        bus.on_closed = lambda _reason: None
-        await bus.close()
-    return False

@@ -1,7 +1,7 @@
 """The bus as Shoal sees it. `shared.nats_bus` is the real one, `shared.testing` has the fake."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 
@@ -11,7 +11,10 @@ class Delivery(NamedTuple):
     subject: str
     payload: bytes
     reply: str = ""
+    headers: bytes = b""  # as NATS has them, status line first; `shared.publish.read_headers`
 
+
+Headers = Mapping[str, str] | None
 
 Handler = Callable[[Delivery], None]
 """Called on the loop, one delivery at a time per subscription; must return at once."""
@@ -38,15 +41,20 @@ class Bus(Protocol):
     def reconnects(self) -> int:
         """How often the connection was re-established; a changed value means messages were lost."""
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
+    def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: Headers = None
+    ) -> None:
         """Queue for sending; never blocks, never waits. While disconnected, payloads beyond the
-        pending limit are dropped and counted. Raises `InvalidRequest` over `max_payload`.
+        pending limit are dropped and counted. Raises `InvalidRequest` over `max_payload`, which
+        headers count against.
         """
 
     async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> Subscription:
         """Deliver `subject` (wildcards allowed) to `handler`; on return the server knows of it."""
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Delivery:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: Headers = None
+    ) -> Delivery:
         """Publish with a private reply subject and wait. Raises `Unavailable` when nobody listens,
         `DeadlineExceeded` after `timeout_s`.
         """

@@ -333,8 +333,8 @@ class RouteLost(Leg, frozen=True, kw_only=True):
     """scheduler, worker or detokenizer -> gateway: this epoch has lost its way; re-drive it. A
     duplicate finds a newer epoch and is dropped.
 
-    `reason`: worker_lost, worker_hung or detokenizer_lost (scheduler), drain (worker), gap or
-    unknown_leg (detokenizer).
+    `reason`: worker_lost, worker_hung or detokenizer_lost (scheduler), drain (worker or
+    detokenizer), gap or unknown_leg (detokenizer).
     """
 
     reason: str
@@ -428,7 +428,8 @@ class Beat(Message, frozen=True, kw_only=True):
 
 
 class Beacon(Message, frozen=True, kw_only=True):
-    """leader -> `subjects.beacon(pool)` every 250 ms. A higher (term, scheduler) wins.
+    """leader -> `subjects.beacon(pool)` every 250 ms. A higher (term, scheduler) wins; after one
+    that is `resigning` a standby leads at once. An older one of the same claim changes nothing.
 
     `max_model_len` and `workers` let gateways refuse early and answer `/ready`.
     """
@@ -440,6 +441,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     workers: int = 0  # alive and ready
     max_model_len: int = 0
     queued: int = 0
+    resigning: bool = False  # the last one of its sender
 
 
 class Died(Message, frozen=True, kw_only=True):

@@ -24,14 +24,14 @@ from nats.aio.subscription import Subscription as NatsSubscription
 from nats.aio.transport import TcpTransport
 from nats.errors import Error, NoServersError
 
-from shared.bus import Delivery, Handler
+from shared.bus import Delivery, Handler, Headers
 from shared.clock import monotonic
 from shared.errors import DeadlineExceeded, Unavailable
 from shared.log import Throttle, log
-from shared.publish import publish_command
+from shared.publish import publish_command, write_headers
+from shared.subjects import PRIVATE_INBOX
 
 MAX_PENDING = 32 * 1024 * 1024  # bytes not yet given to the kernel: four of the largest messages
-INBOX = "_MESH_INBOX"  # private replies; `_INBOX.>` is what outsiders hear (ADR 2)
 PING_S = 1.0  # a silent server is given up after PINGS_OUT + 1 of these
 PINGS_OUT = 2
 RECONNECT_FIRST_S = 0.02
@@ -77,7 +77,7 @@ class _Client(Client):
             self.no_responders(subject.decode())
             return
         try:
-            handler(Delivery(subject.decode(), data, reply.decode()))
+            handler(Delivery(subject.decode(), data, reply.decode(), headers or b""))
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 it would end the loop
             log.error("handler_raised", subject=subject.decode(), exc_info=error)
 
@@ -184,7 +184,7 @@ class NatsBus:
         self._closing = False
         self._last_error = "no answer"
         self._throttle = Throttle()
-        self._inbox = f"{INBOX}.{secrets.token_hex(12)}"
+        self._inbox = f"{PRIVATE_INBOX}.{secrets.token_hex(12)}"
         self._numbers = itertools.count()
         self._requests: dict[str, asyncio.Future[Delivery]] = {}
         self._watchdog: asyncio.Task[None] | None = None
@@ -251,8 +251,11 @@ class NatsBus:
     def max_payload(self) -> int:
         return int(self._client.max_payload)
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        command = publish_command(subject, payload, reply, self.max_payload)
+    def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: Headers = None
+    ) -> None:
+        delivery = Delivery(subject, payload, reply, write_headers(headers))
+        command = publish_command(delivery, self.max_payload)
         if self._client.pending_data_size + len(command) > MAX_PENDING or self._closing:
             self.counters["dropped_publishes"] += 1
             return
@@ -273,12 +276,14 @@ class NatsBus:
             raise
         return NatsSub(self, sid)
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Delivery:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: Headers = None
+    ) -> Delivery:
         inbox = f"{self._inbox}.{next(self._numbers)}"
         answer: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
         self._requests[inbox] = answer
         try:
-            self.publish(subject, payload, inbox)
+            self.publish(subject, payload, inbox, headers)
             async with asyncio.timeout(timeout_s):
                 delivery = await answer
         except TimeoutError:

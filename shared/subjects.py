@@ -2,6 +2,7 @@
 
 PUBLIC = "shoal.v1"
 INTERNAL = "mesh.v1"
+PRIVATE_INBOX = "_MESH_INBOX"  # answers among ourselves; `_INBOX.>` is what outsiders hear (ADR 2)
 
 GENERATE = f"{PUBLIC}.generate"
 REPLAY = f"{PUBLIC}.replay"
@@ -28,3 +29,18 @@ def beat(role: str, instance: str = "*") -> str:
 def beacon(pool: str) -> str:
     """Where the leader of a pool shows itself."""
     return f"{INTERNAL}.beacon.{pool}"
+
+
+def stored(request_id: str = "*") -> str:
+    """The log of one stored request, or of all: what is published there goes into a stream."""
+    return f"{INTERNAL}.stored.{request_id}"
+
+
+def logged(request_id: str) -> str:
+    """Where the server says what it has just stored in the log of a request."""
+    return f"{INTERNAL}.logged.{request_id}"
+
+
+def job(request_id: str = "*") -> str:
+    """The place of a stored request in the work queue."""
+    return f"{INTERNAL}.jobs.{request_id}"

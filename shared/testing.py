@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from shared.actor import Actor
-from shared.bus import Delivery, Handler
+from shared.bus import Delivery, Handler, Headers
 from shared.errors import DeadlineExceeded, Unavailable
-from shared.publish import publish_command
+from shared.publish import publish_command, write_headers
 
 MAX_PAYLOAD = 8 * 1024 * 1024
 MAX_PENDING = 32 * 1024 * 1024
@@ -189,8 +189,10 @@ class MemoryBus:
         for delivery in pending:
             self.broker.route(delivery)
 
-    def publish(self, subject: str, payload: bytes, reply: str = "") -> None:
-        self._send(Delivery(subject, payload, reply))
+    def publish(
+        self, subject: str, payload: bytes, reply: str = "", headers: Headers = None
+    ) -> None:
+        self._send(Delivery(subject, payload, reply, write_headers(headers)))
 
     async def subscribe(
         self, subject: str, handler: Handler, queue: str = ""
@@ -199,7 +201,9 @@ class MemoryBus:
         self.broker.subscriptions[subscription] = None
         return subscription
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Delivery:
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: Headers = None
+    ) -> Delivery:
         self._requests += 1
         inbox = f"_MEMORY.{id(self)}.{self._requests}"
         answer: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
@@ -210,7 +214,7 @@ class MemoryBus:
 
         subscription = await self.subscribe(inbox, take)
         try:
-            if not self._send(Delivery(subject, payload, inbox)):
+            if not self._send(Delivery(subject, payload, inbox, write_headers(headers))):
                 raise Unavailable(f"nobody listens on {subject}")
             async with asyncio.timeout(timeout_s):
                 return await answer
@@ -233,7 +237,7 @@ class MemoryBus:
 
     def _send(self, delivery: Delivery) -> bool:
         """False when it is known that nobody listens."""
-        publish_command(*delivery, self._max_payload)
+        publish_command(delivery, self._max_payload)
         if self._connected:
             return self.broker.route(delivery)
         waiting = sum(len(waits.payload) for waits in self._pending)

@@ -5,9 +5,9 @@ import zlib
 from typing import Any
 
 from services.detokenizer.legs import DetokenizerLegs
-from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent, SessionSpec
+from services.gateway.events import Delta, Opening, SessionEnd, SessionEvent, SessionSpec
 from services.gpu_worker.config import SimConfig, WorkerConfig
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
 from shared import subjects
@@ -78,10 +78,10 @@ class MoodyRunner(SimulatedRunner):
         super().__init__(SIM, words=DRAWS, end_ids=[0], vocab_size=len(WORDS))
         self._mood = mood
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         return [
             outcome._replace(token_id=next_id(row.sequence, self._mood))
-            if outcome is not None and outcome.token_id
+            if outcome.token_id
             else outcome
             for row, outcome in zip(batch, super().execute(batch), strict=True)
         ]
@@ -124,8 +124,9 @@ class Client:
     def emit(self, event: SessionEvent) -> None:
         assert self.end is None, f"{event} after the end"
         match event:
-            case Prompts():
-                assert event.prompt_ids == self.spec.ids
+            case Opening():
+                prompts = event.tokenized.prompts
+                assert [unpack_ids(prompt.prompt_ids) for prompt in prompts] == self.spec.ids
             case Delta():
                 ids = self.ids.setdefault(event.choice, [])
                 assert event.choice not in self.finish, "ids after the finish"

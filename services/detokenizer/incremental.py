@@ -27,7 +27,8 @@ class TextStream:
 
     `push` takes one id and returns the text it releases; once `stop_string` is set the leg is over
     and takes no more. `prompt_tail` are the last ids of the prompt: when they end inside a
-    character, the first output completes it and the whole character is output.
+    character, the first output completes it and the whole character is output. A space at the
+    beginning is text, unless the prompt has none and the vocabulary strips it from a whole text.
     """
 
     def __init__(
@@ -38,8 +39,11 @@ class TextStream:
         self._vocabulary = vocabulary
         self._params = params
         self._stops = tuple(filter(None, params.stop))
-        self._decoder = _UTF8("replace")
-        self._prompt_bytes = _open_bytes(b"".join(map(vocabulary.raw, prompt_tail)))
+        self._decoder = _UTF8(vocabulary.on_error)
+        skipped = vocabulary.special if params.skip_special_tokens else frozenset[int]()
+        prompt = b"".join(vocabulary.raw(i) for i in prompt_tail if i not in skipped)
+        self._prompt_bytes = _open_bytes(prompt)
+        self._strips_space = vocabulary.strips_space and not prompt
         self._held = ""  # a proper prefix of a stop string, not yet released
 
     def push(self, token_id: int, end: End = "") -> str:
@@ -85,6 +89,9 @@ class TextStream:
         return text + self._decoder.decode(b"", final=True)
 
     def _decode(self, raw: bytes) -> str:
+        if raw and self._strips_space:
+            self._strips_space = False
+            raw = raw.removeprefix(b" ")
         if raw and self._prompt_bytes:
             opened, self._prompt_bytes = self._prompt_bytes, b""
             if _continues(opened, raw[0]):

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from services.detokenizer.config import Config
 from services.detokenizer.incremental import TextStream
 from shared.core import Outbox
+from shared.errors import InvalidRequest, MeshError, Overloaded
 from shared.ids import pack_ids, unpack_ids
 from shared.messages import (
     Cancel,
     Failed,
+    PromptToken,
     RouteLost,
     StepDone,
     StepRecord,
@@ -23,12 +25,14 @@ from shared.messages import (
     ToDetokenizer,
     TokenLogprobs,
     TokenText,
+    encode,
 )
 from shared.model_files import Vocabulary
 from shared.subjects import inbox
 
 Key = tuple[str, int]  # request_id, choice
 DEFAULTS = Config()
+WIRE_MAX = 7 << 20  # bytes of one message; the bus takes 8 MB
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ class DetokenizerLegs:
         self._legs: dict[Key, LegText] = {}
         self._ended = Recent(config.max_tombstones, config.tombstone_s)
         self._reported = Recent(config.max_tombstones, config.complain_s)
+        self._draining = False
 
     @property
     def num_legs(self) -> int:
@@ -99,6 +104,10 @@ class DetokenizerLegs:
             if leg is not None and leg.epoch <= message.epoch:
                 del self._legs[key]
             self._ended.add(key, message.epoch, now)
+
+    def hand_over(self) -> None:
+        """Begin to drain: the session of each leg is told at its next record to go elsewhere."""
+        self._draining = True
 
     def tick(self, now: float) -> None:
         """Drop legs whose lease ran out."""
@@ -122,10 +131,30 @@ class DetokenizerLegs:
                 continue
             leg.heard_at = now
             text = self._advance(leg, record, done.worker, now)
-            if text is not None:
+            if text is None:
+                continue
+            if text.prompt_logprobs is not None:
+                self._send_alone(record, text, now)
+            else:
                 deltas.setdefault(record.gateway, []).append(text)
         for gateway, records in deltas.items():
             self.outbox.put(inbox(gateway), TextDelta(detokenizer=self._instance, records=records))
+
+    def _send_alone(self, record: StepRecord, text: TextRecord, now: float) -> None:
+        """Send what a whole prompt makes large: several together could be over the bus's limit.
+
+        A session bounds their number; tokens of unusual length can still make them too large.
+        """
+        delta = TextDelta(detokenizer=self._instance, records=[text])
+        if len(encode(delta)) <= WIRE_MAX:
+            self.outbox.put(inbox(record.gateway), delta)
+            return
+        error = InvalidRequest(
+            f"The log probabilities of the prompt take over {WIRE_MAX} bytes.",
+            param="prompt_logprobs",
+        )
+        self._legs.pop((record.request_id, record.choice), None)
+        self._refuse(record, error, now)
 
     def _leg_of(self, record: StepRecord, now: float) -> LegText | None:
         """The state that `record` goes on from, begun from its context if need be."""
@@ -134,13 +163,17 @@ class DetokenizerLegs:
         if self._ended.covers(key, record.epoch) or (leg and record.epoch < leg.epoch):
             self.counters["late"] += 1
             return None
+        if self._draining:
+            self._lose(record, "drain", now)
+            return None
         if leg is None or record.epoch > leg.epoch:
             self._legs.pop(key, None)
             if record.context is None:
                 self._lose(record, "unknown_leg", now)
                 return None
             if len(self._legs) >= self._config.max_legs:
-                self._refuse(record, now)
+                detail = f"detokenizer {self._instance} holds {len(self._legs)} legs"
+                self._refuse(record, Overloaded(detail), now)
                 return None
             leg = self._legs[key] = LegText(record.epoch, self._begin(record.context), now)
         if record.index > leg.stream.num_ids and leg.stream.stop_string is None:
@@ -197,6 +230,7 @@ class DetokenizerLegs:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             logprobs=self._logprobs(record, index - record.index, ids[:taken]),
+            prompt_logprobs=self._prompt_logprobs(record) if index == 0 else None,
         )
 
     def _logprobs(self, record: StepRecord, skip: int, ids: list[int]) -> list[TokenText] | None:
@@ -205,6 +239,20 @@ class DetokenizerLegs:
             return None
         entries = record.logprobs[skip : skip + len(ids)]
         return [self._token_text(i, entry) for i, entry in zip(ids, entries, strict=False)]
+
+    def _prompt_logprobs(self, record: StepRecord) -> list[PromptToken] | None:
+        """The prompt as a client is shown it; its first id has no log probability."""
+        prompt = record.prompt_logprobs
+        if prompt is None:
+            return None
+        first, *others = unpack_ids(prompt.ids)
+        tokens = [PromptToken(first, self._vocabulary.text_of(first), self._vocabulary.raw(first))]
+        for token_id, entry, rank in zip(others, prompt.logprobs, prompt.ranks, strict=True):
+            shown = self._token_text(token_id, entry)
+            ids = unpack_ids(entry.top_ids)
+            top = [(i, *alternative) for i, alternative in zip(ids, shown.top, strict=False)]
+            tokens.append(PromptToken(token_id, shown.token, shown.raw, shown.logprob, rank, top))
+        return tokens
 
     def _token_text(self, token_id: int, entry: TokenLogprobs) -> TokenText:
         vocabulary = self._vocabulary
@@ -243,16 +291,18 @@ class DetokenizerLegs:
         )
         self.outbox.put(inbox(record.gateway), lost)
 
-    def _refuse(self, record: StepRecord, now: float) -> None:
-        self.counters["refused"] += 1
+    def _refuse(self, record: StepRecord, error: MeshError, now: float) -> None:
+        """Fail the leg; only what is not the client's fault may go better elsewhere."""
+        self.counters[f"refused_{error.code}"] += 1
         self._ended.add((record.request_id, record.choice), record.epoch, now)
         failed = Failed(
             request_id=record.request_id,
             choice=record.choice,
             epoch=record.epoch,
-            code="overloaded",
-            detail=f"detokenizer {self._instance} holds {len(self._legs)} legs",
-            retryable=True,
+            code=error.code,
+            detail=error.detail,
+            retryable=not isinstance(error, InvalidRequest),
             started=True,
+            param=error.param,
         )
         self.outbox.put(inbox(record.gateway), failed)

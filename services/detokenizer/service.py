@@ -7,12 +7,13 @@ import msgspec
 
 from services.detokenizer.config import Config
 from services.detokenizer.legs import DetokenizerLegs
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, settings
 from shared.messages import Beat, ToDetokenizer
 from shared.model_files import read_model
+from shared.process import run_service
 
 
 class Detokenizer(Actor):
@@ -30,6 +31,11 @@ class Detokenizer(Actor):
 
     def beat(self) -> Beat:
         return msgspec.structs.replace(super().beat(), load=self.legs.num_legs)
+
+    async def drain(self) -> None:
+        """Hand over: each leg goes on in another detokenizer from its next id."""
+        self.legs.hand_over()
+        await self.settled()
 
 
 def main(launch: Launch) -> None:

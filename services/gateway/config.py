@@ -24,6 +24,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     request_timeout_s: AboveZero = 600.0  # default and upper bound of X-Request-Timeout-Ms
     sessions_max: Count = 4096  # 429 beyond; as many questions to tokenizers beside them
     choices_max: Count = 256  # prompts x n of one request
+    prompt_logprobs_max: Count = 1 << 20  # of all open requests, 0.3 KB each; 429 beyond
     feed_ids_max: Count = 65536  # undelivered ids held for one slow reader, then it is cut
     drain_s: NotNegative = 10.0  # running streams may finish after SIGTERM, then they are told
 

@@ -26,6 +26,7 @@ from services.gateway.openai.completions import check_completion
 from services.gateway.openai.errors import PayloadTooLarge
 from services.gateway.openai.request import Caller, Checked
 from services.gateway.openai.tokens import Tokenizing
+from services.gateway.opening import PROMPT_LOGPROBS_MAX
 from services.gateway.sessions import SessionTable
 from services.gateway.view import MeshView
 from shared.clock import Clock
@@ -154,6 +155,7 @@ class Edge:
         self._secret = bytes.fromhex(launch.secret)
         self._open: dict[str, Open] = {}
         self._large_bytes = 0
+        self._prompt_logprobs = 0  # of the open requests, in entries
         self._large = asyncio.Lock()
         self.idle = asyncio.Event()  # no reader is here
         self.idle.set()
@@ -251,9 +253,18 @@ class Edge:
             self._large_bytes -= large
 
     def open(self, checked: Checked) -> Open:
-        """Open a session; use as a context manager. Raises `Unavailable` while draining."""
+        """Open a session; use as a context manager. Raises `Unavailable` while draining, and
+        `Overloaded` while others hold what this one would need.
+        """
         if self.draining:
             raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
+        entries = prompt_entries(checked.spec)
+        if self._prompt_logprobs + entries > self.config.prompt_logprobs_max:
+            raise Overloaded(
+                "The open requests hold too many log probabilities of prompts.",
+                retry_after_s=RETRY_S,
+            )
+        self._prompt_logprobs += entries
         request = Open(self, checked)
         self._open[request.request_id] = request
         self.idle.clear()
@@ -263,7 +274,8 @@ class Edge:
 
     def close(self, request: Open) -> None:
         """The reader is done with it, or gone."""
-        self._open.pop(request.request_id, None)
+        if self._open.pop(request.request_id, None) is not None:
+            self._prompt_logprobs -= prompt_entries(request.checked.spec)
         if not self._open:
             self.idle.set()
         if not request.ended:
@@ -356,3 +368,11 @@ def wire_bytes(spec: SessionSpec) -> int:
     if spec.texts is not None:
         return sum(len(text.encode()) + 5 for text in spec.texts)
     return sum(4 * len(ids) + 5 for ids in spec.ids or [])
+
+
+def prompt_entries(spec: SessionSpec) -> int:
+    """How many log probabilities of prompts the answer may hold: a byte is a token at most."""
+    count = spec.sampling.prompt_logprobs
+    if count is None:
+        return 0
+    return min(wire_bytes(spec) * spec.n * (count + 1), PROMPT_LOGPROBS_MAX)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from shared.errors import MeshError
-from shared.messages import ChatPrompt, TokenText
+from shared.messages import ChatPrompt, PromptToken, Tokenized, TokenText
 from shared.sampling import SamplingParams, TextParams
 
 
@@ -22,17 +22,33 @@ class SessionSpec(Struct, frozen=True, kw_only=True):
     n: int = 1
     max_tokens: int | None = None  # None = up to the model's context
     seed: int | None = None  # None = drawn when the session opens
-    sampling: SamplingParams  # its max_tokens and seed are resolved by the session
+    sampling: SamplingParams  # its max_tokens, seed and bad_words are resolved by the session
+    unsaid: tuple[str, ...] = ()  # fields of `sampling` that the model's own defaults may set
+    bad_words: list[str] = []  # not ids yet
+    prompt_logprobs_field: str = "prompt_logprobs"  # which field of the request asked for them
     text: TextParams = TextParams()
     priority: int = 0
     salt: bytes = b""
     timeout_s: float = 600.0
 
 
-class Prompts(Struct, frozen=True):
-    """The input is ids now, one list per prompt in order."""
+class Opening(Struct, frozen=True, kw_only=True):
+    """The input is ids now. With this and its spec, whoever has a session's ids can go on with it:
+    everything else is a function of these three.
+    """
 
-    prompt_ids: list[list[int]]
+    tokenized: Tokenized
+    seed: int
+    max_model_len: int
+
+
+class Resume(Struct, frozen=True, kw_only=True):
+    """Where a session begins that another gateway may have run before."""
+
+    epoch: int  # its epochs are above this one
+    opening: Opening | None = None
+    output_ids: dict[int, list[int]] = {}  # of each choice that has delivered any
+    ended: frozenset[int] = frozenset()  # choices that have finished
 
 
 class Delta(Struct, frozen=True):
@@ -45,6 +61,7 @@ class Delta(Struct, frozen=True):
     finish_reason: str = ""
     stop_reason: str | int | None = None
     logprobs: list[TokenText] | None = None
+    prompt_logprobs: list[PromptToken] | None = None  # with index 0
 
 
 class SessionEnd(Struct, frozen=True):
@@ -59,6 +76,6 @@ class SessionEnd(Struct, frozen=True):
     cached_tokens: int
 
 
-SessionEvent = Prompts | Delta | SessionEnd
+SessionEvent = Opening | Delta | SessionEnd
 Emit = Callable[[SessionEvent], None]
 """Called synchronously by the session table; must only enqueue."""

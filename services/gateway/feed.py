@@ -2,7 +2,7 @@
 
 import asyncio
 
-from services.gateway.events import Delta, Prompts, SessionEnd, SessionEvent
+from services.gateway.events import Delta, Opening, SessionEnd, SessionEvent
 from shared.errors import Overloaded
 
 MERGE_AT = 256  # waiting events; a reader that keeps up never has more than a step's worth
@@ -24,7 +24,7 @@ class Feed:
 
     def emit(self, event: SessionEvent) -> None:
         """Take one event; never blocks, never raises."""
-        if isinstance(event, Prompts):
+        if isinstance(event, Opening):
             return
         if isinstance(event, Delta):
             self._ids += len(event.ids)
@@ -96,4 +96,5 @@ def _joined(deltas: list[Delta]) -> Delta:
         logprobs=[token for delta in deltas for token in delta.logprobs or []]
         if has_logprobs
         else None,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

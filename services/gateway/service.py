@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -15,13 +15,14 @@ from services.gateway.http import HttpEdge
 from services.gateway.meters import Meter
 from services.gateway.sessions import Limits, SessionTable
 from services.gateway.view import MeshView
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status, settings
 from shared.errors import Unavailable
 from shared.log import log
 from shared.messages import Beat, ToGateway
+from shared.process import run_service
 from shared.subjects import DIED, beacon, beat
 
 LAST_WORDS_S = 1.0  # for readers that are told that their stream ends here
@@ -32,7 +33,6 @@ class Gateway(Actor):
 
     role = "gateway"
     mailbox = ToGateway
-    drain_s: ClassVar[float] = 600.0  # the bound is `GatewayConfig.drain_s`
 
     def __init__(
         self, launch: Launch, bus: Bus, config: GatewayConfig, clock: Clock = monotonic
@@ -45,6 +45,7 @@ class Gateway(Actor):
         )
         super().__init__(launch, bus, self.table, clock)
         self.config = config
+        self.drain_s = config.drain_s
         self.calls = Calls(self.table.outbox, self.table.choose_tokenizer, config.sessions_max)
         self.view = MeshView()
         self.edge = Edge(
@@ -107,13 +108,13 @@ class Gateway(Actor):
         log.info("listening", port=self.http.port)
 
     async def drain(self) -> None:
-        """Take nothing new, let running requests end, then tell the rest that they will not."""
+        """Take no new connection; what runs, or still comes on those that are open, may end."""
         self.edge.draining = True
         await self.http.stop_listening()
         await self.bus_edge.stop_listening()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_s):
-                await self.edge.idle.wait()
+        await self.edge.idle.wait()
+
+    async def last_words(self) -> None:
         self.edge.fail_all(Unavailable("This gateway is stopping.", retry_after_s=1.0))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):

@@ -4,16 +4,22 @@ Delivered ids are the one hard state on the live path. Everything downstream can
 driven again from them under a fresh epoch, and whatever still comes from an older epoch is dropped.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec.structs import replace
-
-from services.gateway.events import Delta, Emit, Prompts, SessionEnd, SessionSpec
-from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError
+from services.gateway.events import Delta, Emit, Opening, Resume, SessionEnd, SessionSpec
+from services.gateway.opening import num_prompts, sampling_of_choices
+from shared.errors import MeshError
 from shared.ids import count_ids, pack_ids, unpack_ids
-from shared.messages import Cancel, Generate, RenewedLeg, Submit, TextRecord, TokenizedPrompt
+from shared.messages import (
+    Cancel,
+    Generate,
+    RenewedLeg,
+    Submit,
+    TextRecord,
+    Tokenized,
+    TokenizedPrompt,
+)
 from shared.sampling import SamplingParams
 
 ATTEMPTS_MAX = 4  # re-drives in a row without a new id after a death, a hang, a retryable failure
@@ -212,22 +218,34 @@ class Leg:
 class Session:
     """A request from its opening to its one `SessionEnd`."""
 
-    def __init__(self, spec: SessionSpec, emit: Emit, seed: int, now: float) -> None:
+    def __init__(
+        self, spec: SessionSpec, emit: Emit, seed: int, now: float, resume: Resume | None = None
+    ) -> None:
         self.spec = spec
         self.deadline = now + spec.timeout_s
         self.legs: list[Leg] = []
-        self.prompts: list[TokenizedPrompt] = []
         self.cached_tokens = 0
         self.ended = False
         self._emit = emit
+        self._resume = resume or Resume(epoch=0)
+        self._opening = self._resume.opening
+        self._told = self._opening.tokenized if self._opening is not None else None
         self._seed = spec.seed if spec.seed is not None else seed
         self._cached_seen: set[int] = set()
 
     @property
     def num_prompts(self) -> int:
-        if self.spec.chat is not None:
-            return 1
-        return len(self.spec.texts if self.spec.texts is not None else self.spec.ids or [])
+        return num_prompts(self.spec)
+
+    @property
+    def opened(self) -> bool:
+        """No tokenizer has to be asked: the session was opened before, here or elsewhere."""
+        return self._opening is not None
+
+    @property
+    def prompts(self) -> list[TokenizedPrompt]:
+        """The input as ids; none before a tokenizer has answered."""
+        return self._told.prompts if self._told is not None else []
 
     @property
     def finished(self) -> bool:
@@ -246,47 +264,33 @@ class Session:
             add_special_tokens=spec.add_special_tokens,
             salt=spec.salt,
             deadline_ms=self.remaining_ms(now),
+            bad_words=spec.bad_words or None,
         )
+
+    def tokenized(self, answer: Tokenized) -> None:
+        """Take what a tokenizer made of the question."""
+        self._told = answer
 
     def remaining_ms(self, now: float) -> int:
         return max(1, int((self.deadline - now) * 1000))
 
     def open_legs(self, max_model_len: int) -> None:
-        """Fix everything that is not a function of ids. Raises `InvalidRequest`."""
-        n = self.spec.n
-        sizes = [count_ids(prompt.prompt_ids) for prompt in self.prompts]
-        field_name = "messages" if self.spec.chat is not None else "prompt"
-        if not all(sizes):
-            raise InvalidRequest(f"{field_name} has no tokens.", param=field_name)
-        limits = [self._max_tokens(size, max_model_len, field_name) for size in sizes]
-        for choice in range(len(self.prompts) * n):
-            sampling = replace(
-                self.spec.sampling,
-                max_tokens=limits[choice // n],
-                seed=choice_seed(self._seed, choice),
-            )
-            self.legs.append(Leg(choice, self.prompts[choice // n], sampling))
-        self._emit(Prompts([unpack_ids(prompt.prompt_ids) for prompt in self.prompts]))
-
-    def _max_tokens(self, prompt_tokens: int, max_model_len: int, field_name: str) -> int:
-        wanted = self.spec.max_tokens
-        if wanted is None and prompt_tokens < max_model_len:
-            return max_model_len - prompt_tokens
-        if wanted is not None and prompt_tokens + wanted <= max_model_len:
-            return wanted
-        head = f"This model's maximum context length is {max_model_len} tokens. However, "
-        if wanted is None:
-            raise ContextLengthExceeded(
-                f"{head}your {field_name} resulted in {prompt_tokens} tokens. "
-                f"Please reduce the length of the {field_name}.",
-                param=field_name,
-            )
-        raise ContextLengthExceeded(
-            f"{head}you requested {prompt_tokens + wanted} tokens "
-            f"({prompt_tokens} in the {field_name}, {wanted} in the completion). "
-            f"Please reduce the length of the {field_name} or completion.",
-            param=field_name,
-        )
+        """Fix what is not a function of ids, unless that was done before. Raises `MeshError`."""
+        assert self._told is not None
+        opening, resume = self._opening, self._resume
+        if opening is None:
+            opening = Opening(tokenized=self._told, seed=self._seed, max_model_len=max_model_len)
+        told, limit = opening.tokenized, opening.max_model_len
+        for choice, sampling in enumerate(
+            sampling_of_choices(self.spec, told, limit, opening.seed)
+        ):
+            leg = Leg(choice, told.prompts[choice // self.spec.n], sampling, epoch=resume.epoch)
+            leg.output_ids += resume.output_ids.get(choice, [])
+            leg.state = "ended" if choice in resume.ended else "pending"
+            self.legs.append(leg)
+        if self._opening is None:
+            self._opening = opening
+            self._emit(opening)
 
     def submit(self, leg: Leg, gateway: str, now: float) -> Submit:
         """The message that drives `leg` from what was delivered, at its epoch."""
@@ -323,7 +327,10 @@ class Session:
             self.cached_tokens += num_cached_tokens
 
     def deliver(self, leg: Leg, record: TextRecord) -> None:
-        """Hand on what `leg` has just taken."""
+        """Hand on what `leg` has just taken. Raises `MeshError` when a part of it is missing."""
+        wanted = leg.sampling.prompt_logprobs is not None
+        if wanted and record.index == 0 and record.prompt_logprobs is None:
+            raise MeshError("the log probabilities of the prompt did not come with the first id.")
         self._emit(
             Delta(
                 choice=record.choice,
@@ -333,6 +340,7 @@ class Session:
                 finish_reason=record.finish_reason,
                 stop_reason=record.stop_reason,
                 logprobs=record.logprobs,
+                prompt_logprobs=record.prompt_logprobs,
             )
         )
 
@@ -355,9 +363,3 @@ class Session:
                 cached_tokens=self.cached_tokens,
             )
         )
-
-
-def choice_seed(seed: int, choice: int) -> int:
-    """Unsigned 64 bits for one choice: choices differ, a resumed one draws as before."""
-    key = f"{seed}:{choice}".encode()
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")

@@ -9,19 +9,13 @@ from collections import Counter
 from msgspec import Struct
 
 from services.gateway.clocks import Deadlines, Renewals
-from services.gateway.events import Emit, SessionSpec
+from services.gateway.events import Emit, Resume, SessionSpec
 from services.gateway.peers import Leader
 from services.gateway.redrives import Redrives
 from services.gateway.session import ROUTE_LOST, Cause, Leg, Session
 from services.gateway.tokenizing import Tokenizing
 from shared.core import Outbox
-from shared.errors import (
-    ERRORS,
-    Cancelled,
-    DeadlineExceeded,
-    MeshError,
-    Overloaded,
-)
+from shared.errors import ERRORS, Cancelled, DeadlineExceeded, MeshError, Overloaded
 from shared.liveness import Watcher
 from shared.messages import (
     Accepted,
@@ -131,10 +125,10 @@ class SessionTable:
 
     # --- the owner's commands ---
 
-    def open(self, spec: SessionSpec, emit: Emit, now: float) -> None:
-        """Begin a session; `emit` gets its events, `SessionEnd` last, also when it is refused."""
+    def open(self, spec: SessionSpec, emit: Emit, now: float, resume: Resume | None = None) -> None:
+        """Begin a session, or go on with one. `SessionEnd` is the last event, also when refused."""
         assert spec.request_id not in self._sessions
-        session = Session(spec, emit, self._rng.getrandbits(64), now)
+        session = Session(spec, emit, self._rng.getrandbits(64), now, resume)
         legs = session.num_prompts * spec.n
         full = len(self._sessions) >= self._limits.sessions
         if full or self._num_legs + legs > self._limits.legs:
@@ -144,6 +138,9 @@ class SessionTable:
         self._sessions[spec.request_id] = session
         self._num_legs += legs
         self._deadlines.add(spec.request_id, session.deadline)
+        if session.opened:
+            self._open_legs(session, now)
+            return
         self._tokenizing.begin(session, now)
         if self._watcher.connected:
             self._tokenizing.ask(spec.request_id, now)
@@ -213,9 +210,7 @@ class SessionTable:
         session = self._tokenizing.answered(message)
         if session is None:
             return
-        if len(session.prompts) != session.num_prompts:
-            self._end(session, MeshError("the tokenizer answered for another number of prompts."))
-        elif self.max_model_len == 0:
+        if self.max_model_len == 0:
             self._waiting[session.spec.request_id] = session
         else:
             self._open_legs(session, now)
@@ -227,7 +222,8 @@ class SessionTable:
             self._end(session, error)
             return
         for leg in session.legs:
-            self._redrives.submit(session, leg, now)
+            if leg.state != "ended":
+                self._redrives.submit(session, leg, now)
         self._end_if_finished(session)
 
     def _find(self, request_id: str, choice: int) -> tuple[Session, Leg] | None:
@@ -283,7 +279,11 @@ class SessionTable:
         if verdict == "gap":
             self._redrive(session, leg, "gap", now)
             return
-        session.deliver(leg, record)
+        try:
+            session.deliver(leg, record)
+        except MeshError as error:
+            self._end(session, error)
+            return
         if leg.state == "ended":
             self._redrives.forget(leg)
             self._end_if_finished(session)

@@ -80,7 +80,7 @@ class Tokenizing:
         """The session that `message` gives ids to; None for a duplicate or a stranger."""
         session = self.close(message.request_id)
         if session is not None:
-            session.prompts = message.prompts
+            session.tokenized(message)
         return session
 
     def close(self, request_id: str) -> Session | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.gpu_worker.block_pool import BlockPool
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from shared.kv import BlockHash, extend_hash
 from shared.messages import LegState
@@ -130,15 +130,17 @@ class Batcher:
             computing.update(self._names_to_come(entry.sequence))
         return batch
 
-    def commit(self, batch: list[Scheduled], sampled: list[Sampled | None]) -> None:
+    def commit(self, batch: list[Scheduled], outcomes: list[Outcome]) -> None:
         """Take the outcome of `schedule`'s batch; rows with a fault stay as they were."""
-        for row, outcome in zip(batch, sampled, strict=True):
-            if outcome is not None and outcome.fault:
+        for row, outcome in zip(batch, outcomes, strict=True):
+            if outcome.fault:
                 continue
             sequence = row.sequence
             first_block = sequence.num_computed_tokens // self.pool.block_size
             sequence.num_computed_tokens += row.num_tokens
-            if outcome is not None:
+            if sequence.scores is not None:
+                sequence.scores += outcome.scores
+            if outcome.token_id is not None:
                 sequence.output_ids.append(outcome.token_id)
                 self._entries[sequence].alone = False  # it has done no harm where harm was feared
             self._name_full_blocks(sequence, first_block)
@@ -177,13 +179,13 @@ class Batcher:
         insort(self.running, entry, key=in_order)
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of the known prefix; never the last id, whose logits must be computed."""
+        """Blocks of the known prefix whose logits nobody needs."""
         self._extend_names(sequence)
-        reusable = (sequence.num_tokens - 1) // self.pool.block_size
+        reusable = sequence.num_skippable // self.pool.block_size
         return self.pool.lookup(sequence.block_hashes[:reusable])
 
     def _next_name(self, sequence: Sequence, cached: list[int]) -> BlockHash | None:
-        reusable = (sequence.num_tokens - 1) // self.pool.block_size
+        reusable = sequence.num_skippable // self.pool.block_size
         return sequence.block_hashes[len(cached)] if len(cached) < reusable else None
 
     def _names_to_come(self, sequence: Sequence) -> Iterable[BlockHash]:

@@ -1,21 +1,21 @@
 """The worker's part of the protocol around one engine step: take, adopt, renew, cancel, end."""
 
 from collections import Counter
-from collections.abc import Callable
 
+from services.gpu_worker.admission import check, ids_of
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.execution import Announce, Execution, silent
+from services.gpu_worker.faults import Fault, error_of
 from services.gpu_worker.legs import Leg, LegTable
 from services.gpu_worker.reports import Address, Reports
-from services.gpu_worker.runner import ModelRunner, ModelSpec, Sampled, Scheduled
+from services.gpu_worker.runner import ModelRunner, ModelSpec, Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from shared.core import Outbox
-from shared.errors import ContextLengthExceeded, InvalidRequest, MeshError, Overloaded
-from shared.ids import unpack_ids
+from shared.errors import MeshError, Overloaded
 from shared.kv import HASH_SIZE
 from shared.liveness import LATE_S
-from shared.log import log
 from shared.messages import (
     Beacon,
     BlocksFound,
@@ -26,23 +26,8 @@ from shared.messages import (
     RenewedLeg,
     RenewLeg,
     Run,
-    Submit,
     ToWorker,
 )
-
-_SALT_MAX = 64  # bytes; blake2b takes no longer key
-_BROKEN_STEPS_MAX = 3  # steps in a row in which every row raises: it is the model, not a request
-
-Announce = Callable[[str, int], None]
-"""Told the name of a phase and its bound in ms."""
-
-
-class EngineBroken(Exception):
-    """The model raises whatever it is given; only a new process can help."""
-
-
-def _silent(phase: str, bound_ms: int) -> None:
-    """Announce to nobody."""
 
 
 class EngineCore:
@@ -68,6 +53,7 @@ class EngineCore:
             self.pool, max_legs=config.max_legs, max_batched_tokens=config.max_batched_tokens
         )
         self._runner = runner
+        self._execution = Execution(runner, self.counters)
         self._config = config
         self._legs = LegTable(config)
         self._reports = Reports(instance, self.outbox)
@@ -75,7 +61,6 @@ class EngineCore:
         self._draining = False
         self._ticked_at = now
         self._stepped = False  # since the last tick
-        self._broken_steps = 0
 
     # --- views ---
 
@@ -151,14 +136,16 @@ class EngineCore:
         """Adopt the leg if its ids go on from here, else take it anew. Raises what it refuses."""
         submit = run.submit
         key = (submit.request_id, submit.choice)
-        prompt_ids, output_ids = _ids_of(submit)
+        prompt_ids, output_ids = ids_of(submit)
         known = self._legs.get(key) or self._legs.finished(key, now)
         if known is not None and known.can_resume(prompt_ids, output_ids):
             self._adopt(known, run, len(output_ids), now)
             return
         if (superseded := self._legs.get(key)) is not None:
             self._end(superseded, "moved", now)
-        self._check(submit, prompt_ids, output_ids)
+        check(submit, prompt_ids, output_ids, self.spec, self.max_model_len)
+        if len(self.batcher.waiting) >= self._config.max_waiting:
+            raise Overloaded("too many legs wait at this worker", retry_after_s=1.0)
         self._take(run, prompt_ids, output_ids, now)
 
     def _take(self, run: Run, prompt_ids: list[int], output_ids: list[int], now: float) -> None:
@@ -172,6 +159,8 @@ class EngineCore:
             salt=submit.salt,
             output_ids=output_ids,
             block_hashes=[names[i : i + HASH_SIZE] for i in range(0, len(names), HASH_SIZE)],
+            # They ride with the first id: who has an id has them.
+            scores=[] if submit.sampling.prompt_logprobs is not None and not output_ids else None,
         )
         leg = Leg(
             key=(submit.request_id, submit.choice),
@@ -204,28 +193,6 @@ class EngineCore:
         if leg.end:
             self._legs.finish(leg, now)
             self._report_end(leg, leg.end)
-
-    def _check(self, submit: Submit, prompt_ids: list[int], output_ids: list[int]) -> None:
-        """Raise for what can never run here: a model must not meet an id that it does not have."""
-        sampling, vocab_size = submit.sampling, self.spec.vocab_size
-        if not prompt_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if max(prompt_ids) >= vocab_size or max(output_ids, default=0) >= vocab_size:
-            raise InvalidRequest(f"token ids must be below {vocab_size}", param="prompt")
-        if not all(0 <= token_id < vocab_size for token_id in sampling.logit_bias):
-            raise InvalidRequest(f"token ids must be below {vocab_size}", param="logit_bias")
-        if len(submit.salt) > _SALT_MAX:
-            raise InvalidRequest(f"the salt is longer than {_SALT_MAX} bytes", param="cache_salt")
-        if sampling.max_tokens <= len(output_ids):
-            raise InvalidRequest("max_tokens leaves no id to generate", param="max_tokens")
-        if len(prompt_ids) + len(output_ids) >= self.max_model_len:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(prompt_ids)} ids; with the answer at most "
-                f"{self.max_model_len} fit",
-                param="prompt",
-            )
-        if len(self.batcher.waiting) >= self._config.max_waiting:
-            raise Overloaded("too many legs wait at this worker", retry_after_s=1.0)
 
     def _cancel(self, cancel: Cancel, now: float) -> None:
         key = (cancel.request_id, cancel.choice)
@@ -302,51 +269,23 @@ class EngineCore:
         """The rows of the next step; empty = idle."""
         return self.batcher.schedule()
 
-    def execute(self, batch: list[Scheduled], announce: Announce = _silent) -> list[Sampled | None]:
-        """Compute `batch`, saying before each long phase what it is and how long it may last.
+    def execute(self, batch: list[Scheduled], announce: Announce = silent) -> list[Outcome]:
+        """Compute `batch`; see `Execution.run`."""
+        return self._execution.run(batch, announce)
 
-        If the model raises, each row is tried alone, and only those that raise again fail; a row
-        can be repeated because the model changes no sequence. `EngineBroken` if that never helps.
-        """
-        bound_ms = self._runner.phase_bound_ms(batch)
-        announce("prefill" if any(row.num_tokens > 1 for row in batch) else "decode", bound_ms)
-        try:
-            outcomes = self._runner.execute(batch)
-        except Exception as error:  # noqa: BLE001 whatever a model raises is the fault of some row
-            log.error("step_raised", rows=len(batch), exc_info=error)
-            announce("isolate", bound_ms * (1 + len(batch)))
-            return self._execute_apart(batch)
-        self._broken_steps = 0
-        return outcomes
-
-    def _execute_apart(self, batch: list[Scheduled]) -> list[Sampled | None]:
-        outcomes: list[Sampled | None] = []
-        for row in batch:
-            try:
-                outcomes += self._runner.execute([row])
-            except Exception as error:  # noqa: BLE001 see `execute`
-                outcomes.append(Sampled(0, fault=type(error).__name__))
-        all_failed = all(outcome is not None and outcome.fault for outcome in outcomes)
-        self._broken_steps = self._broken_steps + 1 if all_failed else 0
-        if self._broken_steps >= _BROKEN_STEPS_MAX:
-            raise EngineBroken(f"every row raised in each of {self._broken_steps} steps")
-        return outcomes
-
-    def finish(self, batch: list[Scheduled], outcomes: list[Sampled | None], now: float) -> None:
+    def finish(self, batch: list[Scheduled], outcomes: list[Outcome], now: float) -> None:
         """Take the outcome of `plan`'s batch and report it."""
         self._stepped = True
         self.num_steps += 1
         self.batcher.commit(batch, outcomes)
         for row, outcome in zip(batch, outcomes, strict=True):
-            if outcome is not None:
-                leg = self._legs.of(row.sequence)
-                if outcome.fault:
-                    self._fault(leg, outcome.fault, now)
-                else:
-                    self._advance(leg, outcome, now)
+            if outcome.fault:
+                self._fault(self._legs.of(row.sequence), outcome.fault, now)
+            elif outcome.token_id is not None:
+                self._advance(self._legs.of(row.sequence), outcome, now)
         self._reports.flush(self.num_steps)
 
-    def _advance(self, leg: Leg, outcome: Sampled, now: float) -> None:
+    def _advance(self, leg: Leg, outcome: Outcome, now: float) -> None:
         """One more id: report it, and the end if it is the last."""
         if outcome.logprobs is not None:
             leg.logprobs.append(outcome.logprobs)
@@ -366,10 +305,11 @@ class EngineCore:
             return "length"
         return ""
 
-    def _fault(self, leg: Leg, fault: str, now: float) -> None:
-        """The numbers of one leg went wrong: it alone fails, and nobody reuses its blocks."""
-        error = MeshError(f"the model failed on this request: {fault}")
-        self._reports.failed(Address(leg.gateway, leg.key, leg.epoch), error, started=True)
+    def _fault(self, leg: Leg, fault: Fault, now: float) -> None:
+        """It alone fails, and nobody reuses its blocks."""
+        self.counters[f"fault_{fault}"] += 1
+        address = Address(leg.gateway, leg.key, leg.epoch)
+        self._reports.failed(address, error_of(fault), started=True)
         self._end(leg, "failed", now, forget_blocks=True)
 
     # --- ends ---
@@ -383,10 +323,3 @@ class EngineCore:
         self.counters[f"legs_{reason}"] += 1
         count = len(leg.sequence.output_ids)
         self._reports.ended(leg.scheduler, EndedLeg(*leg.key, leg.epoch, reason, count))
-
-
-def _ids_of(submit: Submit) -> tuple[list[int], list[int]]:
-    try:
-        return unpack_ids(submit.prompt_ids), unpack_ids(submit.output_ids)
-    except ValueError as error:
-        raise InvalidRequest("ids are not packed u32", param="prompt") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.sequence import Sequence
 from shared.ids import pack_ids
-from shared.messages import End, StepRecord, TextContext, TokenLogprobs
+from shared.messages import End, PromptLogprobs, StepRecord, TextContext, TokenLogprobs
 from shared.sampling import TextParams
 
 LegKey = tuple[str, int]  # request_id, choice
@@ -77,7 +77,17 @@ class Leg:
             end=self.end,
             logprobs=self.logprobs[index - self.first_index :] if wants_logprobs else None,
             context=context,
+            prompt_logprobs=None if index else self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        sequence = self.sequence
+        if sequence.scores is None:
+            return None
+        assert len(sequence.scores) == len(sequence.prompt_ids) - 1, "an id came before the prompt"
+        logprobs = [score.logprobs for score in sequence.scores]
+        ranks = [score.rank for score in sequence.scores]
+        return PromptLogprobs(pack_ids(sequence.prompt_ids), logprobs, ranks)
 
 
 class LegTable:

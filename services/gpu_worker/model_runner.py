@@ -7,18 +7,21 @@ from pathlib import Path
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
+from torch import Tensor
 
 from kernels.paged_attention import AttentionGroup, first_block
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig, StepInput
-from services.gpu_worker.runner import ModelSpec, Sampled, Scheduled
+from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled
 from services.gpu_worker.sampler import Sampler
-from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.scoring import are_sound, score
+from services.gpu_worker.sequence import Score, Sequence
 from shared.kv import BLOCK_SIZE
 from shared.model_files import read_model
 from shared.sampling import SamplingParams
 
 QUERY_TILE = 128  # prompt tokens whose scores are in memory at once: 9 heads x 8k context = 38 MB
+SCORE_TILE = 32  # prompt ids whose logits are in memory at once: 6 MB of 49,152 ids
 _WARM_UP_TOKENS = 64
 _BOUND_FACTOR = 20  # a step on a machine with ten other busy processes is slow, not hung
 _BOUND_MIN_MS = 5_000
@@ -91,6 +94,12 @@ def block_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
     return BLOCK_SIZE * per_token * dtype.itemsize
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """The CPU's allocator has no type of its own for it."""
+    words = ("can't allocate memory", "not enough memory")  # Linux, Windows
+    return isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words)
+
+
 class _Piece(NamedTuple):
     """Ids [start, stop) of one row of the batch: what one attention group takes of it."""
 
@@ -153,20 +162,45 @@ class DecoderRunner:
         step_ms = self._step_ms + tokens * self._token_ms * (1 + longest / 1024)
         return max(_BOUND_MIN_MS, int(_BOUND_FACTOR * step_ms))
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         """See `ModelRunner`."""
         assert batch
-        results: list[Sampled | None] = [None] * len(batch)
-        groups = _grouped(batch)
-        with torch.inference_mode():
-            self._clear_opened_blocks(batch)
-            step, rows = _assemble(groups, self._windows, batch)
-            logits = self._model.forward(step, self._pool)
-            if rows:
-                sequences = [batch[row].sequence for row in rows]
-                for row, sampled in zip(rows, self._sampler.sample(logits, sequences), strict=True):
-                    results[row] = sampled
-        return results
+        try:
+            with torch.inference_mode():
+                return self._execute(batch)
+        except RuntimeError as error:
+            if _is_out_of_memory(error):
+                raise MemoryError(str(error)) from error
+            raise
+
+    def _execute(self, batch: list[Scheduled]) -> list[Outcome]:
+        self._clear_opened_blocks(batch)
+        step, places = _assemble(_grouped(batch), self._windows, batch)
+        hidden = self._model.forward(step, self._pool)
+        outcomes = [self._score(row, hidden, places[index]) for index, row in enumerate(batch)]
+        sampling = [index for index, row in enumerate(batch) if row.samples]
+        if sampling:
+            logits = self._model.logits(hidden[[places[index][-1] for index in sampling]])
+            sampled = self._sampler.sample(logits, [batch[index].sequence for index in sampling])
+            for index, outcome in zip(sampling, sampled, strict=True):
+                if not outcomes[index].fault:
+                    outcomes[index] = outcome._replace(scores=outcomes[index].scores)
+        return outcomes
+
+    def _score(self, row: Scheduled, hidden: Tensor, places: list[int]) -> Outcome:
+        """The scores that `row` owes; `places` are the rows of `hidden` that hold its ids."""
+        sequence = row.sequence
+        wanted = sequence.to_score(row.num_tokens)
+        first = sequence.num_computed_tokens
+        scores: list[Score] = []
+        for start in range(wanted.start, wanted.stop, SCORE_TILE):
+            stop = min(start + SCORE_TILE, wanted.stop)
+            logits = self._model.logits(hidden[places[start - first : stop - first]])
+            if not are_sound(logits).all():
+                return Outcome(fault="nan_logits")
+            ids = sequence.prompt_ids[start + 1 : stop + 1]
+            scores += score(logits, ids, sequence.sampling.prompt_logprobs or 0)
+        return Outcome(scores=tuple(scores))
 
     def _clear_opened_blocks(self, batch: list[Scheduled]) -> None:
         """Zero the blocks that this step begins and does not fill: their free slots may hold NaN
@@ -201,28 +235,27 @@ def _grouped(batch: list[Scheduled]) -> list[list[_Piece]]:
 
 def _assemble(
     groups: list[list[_Piece]], windows: set[int], batch: list[Scheduled]
-) -> tuple[StepInput, list[int]]:
-    """The step's tensors, and the rows of the batch that its sampled rows belong to."""
+) -> tuple[StepInput, list[list[int]]]:
+    """The step's tensors, and for each row of the batch the step's rows that hold its ids."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    sampled: dict[int, int] = {}  # row of the batch -> row of the step
+    places: list[list[int]] = [[0] * row.num_tokens for row in batch]
     for piece in chain.from_iterable(groups):
-        places = range(piece.start, piece.stop)
+        taken = range(piece.start, piece.stop)
         table = piece.sequence.block_table
-        ids += piece.sequence.ids_from(piece.start, len(places))
-        positions += places
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in places]
-        if piece.stop == piece.sequence.num_tokens and batch[piece.row].samples:
-            sampled[piece.row] = len(ids) - 1
+        first = piece.start - piece.sequence.num_computed_tokens
+        places[piece.row][first : first + len(taken)] = range(len(ids), len(ids) + len(taken))
+        ids += piece.sequence.ids_from(piece.start, len(taken))
+        positions += taken
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in taken]
     step = StepInput(
         ids=torch.tensor(ids),
         positions=torch.tensor(positions),
         slots=torch.tensor(slots),
         groups={window: _attention_groups(groups, window) for window in windows},
-        sampled=torch.tensor([*sampled.values()], dtype=torch.int64),
     )
-    return step, [*sampled]
+    return step, places
 
 
 def _attention_groups(groups: list[list[_Piece]], window: int) -> list[AttentionGroup]:

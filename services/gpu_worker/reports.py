@@ -80,10 +80,16 @@ class Reports:
         self._ended[scheduler].append(leg)
 
     def flush(self, step: int) -> None:
-        """One `StepDone` per detokenizer and one `Ended` per scheduler."""
+        """One `StepDone` per detokenizer and one `Ended` per scheduler. A record with the logprobs
+        of a whole prompt goes alone: several could be too large for the bus.
+        """
         for detokenizer, records in self._records.items():
-            done = StepDone(worker=self._instance, step=step, records=records)
-            self._outbox.put(inbox(detokenizer), done)
+            parts = [[record] for record in records if record.prompt_logprobs is not None]
+            if rest := [record for record in records if record.prompt_logprobs is None]:
+                parts.append(rest)
+            for part in parts:
+                done = StepDone(worker=self._instance, step=step, records=part)
+                self._outbox.put(inbox(detokenizer), done)
         for scheduler, legs in self._ended.items():
             self._outbox.put(inbox(scheduler), Ended(worker=self._instance, legs=legs))
         self._records.clear()

@@ -4,7 +4,8 @@ from typing import NamedTuple, Protocol
 
 from msgspec import Struct
 
-from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.faults import Fault
+from services.gpu_worker.sequence import Score, Sequence
 from shared.messages import TokenLogprobs
 
 
@@ -34,12 +35,13 @@ class Scheduled(NamedTuple):
         return sequence.num_computed_tokens + self.num_tokens == sequence.num_tokens
 
 
-class Sampled(NamedTuple):
-    """Outcome of one row that samples. `fault` set = this leg fails typed, the others go on."""
+class Outcome(NamedTuple):
+    """What one row came to. `fault` set = this leg fails typed, the others go on."""
 
-    token_id: int
+    token_id: int | None = None  # None = the row does not sample
     logprobs: TokenLogprobs | None = None
-    fault: str = ""  # "nan_logits"
+    scores: tuple[Score, ...] = ()  # of the prompt ids after `Sequence.to_score`
+    fault: Fault = ""
 
 
 class ModelRunner(Protocol):
@@ -50,9 +52,9 @@ class ModelRunner(Protocol):
     def warm_up(self) -> None:
         """Run what makes the first real step slow."""
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
-        """One step over mixed prefill chunks and decode rows. Returns an entry per row, None for a
-        row that does not sample. Does not change any sequence.
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
+        """One step over mixed prefill chunks and decode rows; an outcome per row. Does not change
+        any sequence, so a row can be repeated. Raises `MemoryError` where memory runs out.
         """
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:

@@ -5,13 +5,15 @@ A row's draw depends on nothing else, so neither the company in the batch nor a 
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from services.gpu_worker.runner import Sampled
+from services.gpu_worker.faults import Fault
+from services.gpu_worker.runner import Outcome
+from services.gpu_worker.scoring import are_sound, token_logprobs
 from services.gpu_worker.sequence import Sequence
-from shared.ids import pack_ids
 from shared.messages import TokenLogprobs
 from shared.sampling import SamplingParams
 
@@ -40,17 +42,20 @@ class Sampler:
     def __init__(self, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
         """`logits` fp32 [rows, vocab], one row per sequence; not changed.
 
-        Logprobs are of the model's own distribution, before penalties and temperature.
+        Logprobs are of the model's own distribution, before masks, penalties and temperature.
         """
-        # A NaN or an infinity anywhere makes the sum one; no sound model's logits overflow it.
-        sound = logits.sum(-1).isfinite().tolist()
+        faults = _faults(are_sound(logits), "nan_logits")
         shaped = self._shaped(logits, sequences)
-        ids = shaped.max(-1).indices.tolist()  # argmax takes 1.7 times as long
+        best = shaped.max(-1)  # argmax takes 1.7 times as long
+        ids = best.indices.tolist()
+        if shaped is not logits:
+            masked = _faults(best.values != -math.inf, "no_id_left")
+            faults = [fault or other for fault, other in zip(faults, masked, strict=True)]
         drawn = [
-            row for row, s in enumerate(sequences) if s.sampling.temperature > 0 and sound[row]
+            row for row, s in enumerate(sequences) if s.sampling.temperature > 0 and not faults[row]
         ]
         if drawn:
             draws = _draw(shaped[drawn], [sequences[row] for row in drawn])
@@ -58,8 +63,8 @@ class Sampler:
                 ids[row] = token_id
         logprobs = _logprobs(logits, sequences, ids)
         return [
-            Sampled(ids[row], logprobs[row]) if sound[row] else Sampled(0, fault="nan_logits")
-            for row in range(len(sequences))
+            Outcome(fault=fault) if fault else Outcome(ids[row], logprobs[row])
+            for row, fault in enumerate(faults)
         ]
 
     def _shaped(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
@@ -73,7 +78,15 @@ class Sampler:
         return logits
 
     def _shape(self, logits: Tensor, sequence: Sequence) -> None:
+        """Masks first: what they take away no bias or penalty brings back."""
         params, output_ids = sequence.sampling, sequence.output_ids
+        if params.allowed_token_ids:
+            allowed = [*params.allowed_token_ids]
+            scores = logits[allowed]
+            logits.fill_(-math.inf)
+            logits[allowed] = scores
+        if params.bad_words:
+            logits[_next_bad_ids(params.bad_words, output_ids)] = -math.inf
         if len(output_ids) < params.min_tokens:
             ends = {*params.stop_token_ids} | (set() if params.ignore_eos else self._end_ids)
             logits[_within(ends, logits)] = -math.inf
@@ -95,11 +108,24 @@ def _has_shape(sequence: Sequence) -> bool:
     params = sequence.sampling
     return bool(
         len(sequence.output_ids) < params.min_tokens
+        or params.allowed_token_ids
+        or params.bad_words
         or params.logit_bias
         or params.repetition_penalty != 1
         or params.presence_penalty
         or params.frequency_penalty
     )
+
+
+def _next_bad_ids(bad_words: Iterable[tuple[int, ...]], output_ids: list[int]) -> list[int]:
+    """Last ids of the words whose other ids were just output. What the prompt ends with does not
+    count: a client cannot be kept from its own words.
+    """
+    found = []
+    for *start, last in bad_words:
+        if output_ids[len(output_ids) - len(start) :] == start:
+            found.append(last)
+    return found
 
 
 def _within(ids: set[int], logits: Tensor) -> list[int]:
@@ -153,6 +179,10 @@ def _cut(weights: Tensor, params: SamplingParams) -> None:
     weights[weights < best[kept - 1]] = 0
 
 
+def _faults(are_good: Tensor, fault: Fault) -> list[Fault]:
+    return ["" if good else fault for good in are_good.tolist()]
+
+
 def _logprobs(
     logits: Tensor, sequences: list[Sequence], ids: list[int]
 ) -> list[TokenLogprobs | None]:
@@ -163,8 +193,5 @@ def _logprobs(
         return found
     logprobs = torch.log_softmax(logits[rows], dim=-1)
     for row, of_row in zip(rows, logprobs, strict=True):
-        count = min(sequences[row].sampling.logprobs or 0, len(of_row))
-        best = of_row.topk(count)
-        top_ids, top_logprobs = best.indices.tolist(), best.values.tolist()
-        found[row] = TokenLogprobs(of_row[ids[row]].item(), pack_ids(top_ids), tuple(top_logprobs))
+        found[row] = token_logprobs(of_row, ids[row], sequences[row].sampling.logprobs or 0)
     return found

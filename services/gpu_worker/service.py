@@ -1,7 +1,6 @@
 """The worker's I/O process: speaks on the bus for an engine that may be busy, hung or dead."""
 
 import asyncio
-import contextlib
 from typing import ClassVar
 
 import msgspec
@@ -10,7 +9,7 @@ from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.engine_process import EngineProcess
 from services.gpu_worker.frames import Kind
 from services.gpu_worker.status_page import EngineStatus
-from shared.actor import Actor, run_service
+from shared.actor import SETTLED_S, Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status, settings
@@ -18,6 +17,7 @@ from shared.errors import InvalidRequest, Unavailable
 from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import Beat, Died, ToWorker
+from shared.process import run_service
 from shared.subjects import DIED, beacon
 
 
@@ -35,6 +35,7 @@ class GpuWorker(Actor):
     def __init__(self, launch: Launch, bus: Bus, clock: Clock = monotonic) -> None:
         super().__init__(launch, bus, core=None, clock=clock)
         self.config = settings(launch.settings, WorkerConfig, "gpu_worker")
+        self.drain_s = self.config.drain_s
         self.engine = EngineProcess(launch, self.config, self._publish_bytes)
         self._status = EngineStatus()
         self._engine_ready = asyncio.Event()
@@ -118,11 +119,13 @@ class GpuWorker(Actor):
         return msgspec.structs.replace(super().status(), load=load, extra=extra)
 
     async def drain(self) -> None:
-        """Let legs finish for a while; the sessions of the others re-drive them elsewhere."""
+        """Send new legs elsewhere, also those on their way here; let the others finish."""
         self.engine.send(Kind.REFUSE_NEW)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.drain_s):
-                await self._drained.wait()
+        await asyncio.sleep(SETTLED_S)
+        await self._drained.wait()
+
+    async def last_words(self) -> None:
+        """The sessions of legs that have not finished re-drive them elsewhere."""
         await self.engine.end()
 
     async def on_stop(self) -> None:

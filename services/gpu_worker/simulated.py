@@ -7,8 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Ids
 
 from services.gpu_worker.config import SimConfig
-from services.gpu_worker.runner import ModelSpec, Sampled, Scheduled
-from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled
+from services.gpu_worker.sequence import Score, Sequence
 from shared.ids import pack_ids
 from shared.kv import BLOCK_SIZE
 from shared.messages import TokenLogprobs
@@ -54,7 +54,7 @@ class SimulatedRunner:
     def warm_up(self) -> None:
         """Nothing is slow the first time."""
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         started = time.monotonic()
         outcomes = [self._compute(row) for row in batch]
         if self._sleep is not None:
@@ -68,25 +68,35 @@ class SimulatedRunner:
         num_tokens = sum(row.num_tokens for row in batch)
         return (self._config.step_ms + num_tokens * self._config.per_token_us / 1000) / 1000
 
-    def _compute(self, row: Scheduled) -> Sampled | None:
+    def _compute(self, row: Scheduled) -> Outcome:
         sequence, start = row.sequence, row.sequence.num_computed_tokens
         digest = self._digest_at(sequence, start - 1) if start else 0
+        to_score = sequence.to_score(row.num_tokens)
+        scores = []
         for position, token_id in enumerate(sequence.ids_from(start, row.num_tokens), start):
             digest = _mix(digest, token_id)
             self._digests[_slot(sequence, position)] = digest
-        return self._sample(sequence, digest) if row.samples else None
+            if position in to_score:
+                scores.append(self._score(sequence, position + 1, digest))
+        outcome = self._sample(sequence, digest) if row.samples else Outcome()
+        return outcome if outcome.fault else outcome._replace(scores=tuple(scores))
 
-    def _sample(self, sequence: Sequence, digest: int) -> Sampled:
+    def _score(self, sequence: Sequence, position: int, digest: int) -> Score:
+        """Of the prompt id at `position`, by the digest of the ids before it."""
+        count, rank = sequence.sampling.prompt_logprobs or 0, 1 + digest % 100
+        return Score(self._token_logprobs(sequence.prompt_ids[position], digest, count), rank)
+
+    def _sample(self, sequence: Sequence, digest: int) -> Outcome:
         config, sampling = self._config, sequence.sampling
         if config.crash_id is not None and config.crash_id in sequence.prompt_ids:
             os._exit(70)
         if config.nan_id is not None and config.nan_id in sequence.prompt_ids:
-            return Sampled(0, fault="nan_logits")
+            return Outcome(fault="nan_logits")
         if self._ends_here(sequence):
-            return Sampled(self._end_ids[0], self._logprobs(self._end_ids[0], digest, sequence))
+            return Outcome(self._end_ids[0], self._logprobs(self._end_ids[0], digest, sequence))
         draw = digest if sampling.temperature == 0 else _mix(digest, sampling.seed)
         token_id = self._words[draw % len(self._words)]
-        return Sampled(token_id, self._logprobs(token_id, draw, sequence))
+        return Outcome(token_id, self._logprobs(token_id, draw, sequence))
 
     def _ends_here(self, sequence: Sequence) -> bool:
         config, sampling = self._config, sequence.sampling
@@ -100,8 +110,9 @@ class SimulatedRunner:
 
     def _logprobs(self, token_id: int, draw: int, sequence: Sequence) -> TokenLogprobs | None:
         count = sequence.sampling.logprobs
-        if count is None:
-            return None
+        return None if count is None else self._token_logprobs(token_id, draw, count)
+
+    def _token_logprobs(self, token_id: int, draw: int, count: int) -> TokenLogprobs:
         chosen = -(draw % 1000) / 1000
         others = [self._words[(draw + k) % len(self._words)] for k in range(1, count)]
         top_ids = [token_id, *others][:count]

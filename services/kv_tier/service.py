@@ -6,7 +6,7 @@ import msgspec
 
 from services.kv_tier.config import Config
 from services.kv_tier.store import BlockStore
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.breaker import Breaker, Permit
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
@@ -14,6 +14,7 @@ from shared.config import Launch, Status, settings
 from shared.errors import Unavailable
 from shared.kv import HASH_SIZE
 from shared.messages import Beat, BlocksFound, LookupBlocks, ToKvTier
+from shared.process import run_service
 from shared.subjects import inbox
 
 
@@ -60,6 +61,8 @@ class KvTier(Actor):
         return msgspec.structs.replace(super().status(), load=len(self._tasks), extra=extra)
 
     async def drain(self) -> None:
+        """Answer what was asked, which takes as long as Redis may take."""
+        await self.settled()
         await asyncio.gather(*self._tasks)
 
     async def on_stop(self) -> None:

@@ -22,6 +22,8 @@ class Leadership:
         self._heard_at = now
         self._outranked_at: float | None = None
         self._beacon_at = now
+        self._vacant = False  # the leader we knew has gone or resigned
+        self._resigned = False
 
     def beacon(self, term: int, scheduler: str, now: float) -> bool:
         """Another one claims to lead. True when we step down for it."""
@@ -30,6 +32,7 @@ class Leadership:
             return False
         self._best = (term, scheduler)
         self._heard_at = now
+        self._vacant = False
         self.leader = scheduler
         stepped_down, self.leading = self.leading, False
         return stepped_down
@@ -38,10 +41,25 @@ class Leadership:
         """A beat shows that `term` was in use."""
         self.highest = max(self.highest, term)
 
+    def vacate(self, scheduler: str) -> None:
+        """`scheduler` is dead or has resigned: if it led, its office need not be waited for.
+
+        Several standbys may take it; the highest claim stays, as ever.
+        """
+        if scheduler == self.leader and not self.leading:
+            self._vacant = True
+
+    def resign(self) -> bool:
+        """Never lead again. True when we led until now."""
+        led, self.leading, self._resigned = self.leading, False, True
+        return led
+
     def tick(self, now: float) -> bool:
         """True when we take office now, for the first time or in a new term."""
+        if self._resigned:
+            return False
         if not self.leading:
-            if now - self._heard_at < SILENCE_S:
+            if now - self._heard_at < SILENCE_S and not self._vacant:
                 return False
         elif self.highest <= self.term:
             self._outranked_at = None
@@ -56,6 +74,7 @@ class Leadership:
         self.leader = self._instance
         self._best = (self.term, self._instance)
         self._outranked_at = None
+        self._vacant = False
         self._beacon_at = now
         return True
 
@@ -67,6 +86,9 @@ class Leadership:
         return True
 
     def restart(self, now: float) -> None:
-        """We slept or were cut off: the silence may have been our own."""
+        """We slept or were cut off: the silence may have been our own, and an office that was
+        vacant may be taken.
+        """
         self._heard_at = now
+        self._vacant = False
         self._outranked_at = None

@@ -11,6 +11,7 @@ from services.scheduler.entries import Entries, Entry, is_redrive, named
 from services.scheduler.leadership import Leadership
 from services.scheduler.line import Line
 from services.scheduler.placement import need_of
+from services.scheduler.rate import Rate
 from services.scheduler.workers import Gone, Key, Peer, Peers, Sent
 from shared.core import Outbox
 from shared.errors import ContextLengthExceeded, MeshError, Overloaded, Unavailable
@@ -64,9 +65,7 @@ class SchedulerCore:
         self._worker_at = now  # when a worker was last ready
         self._model = ""
         self._max_model_len = 0
-        self._placed_per_s = 0.0
-        self._placed = 0
-        self._rated_at = now
+        self._placed = Rate(now)
 
     # --- views ---
 
@@ -127,7 +126,7 @@ class SchedulerCore:
             self._worker_at = now
         self._expire(now)
         self._place_waiting(now)
-        self._rate(now)
+        self._placed.tick(now)
         if self._leadership.beacon_due(now):
             self._show()
 
@@ -139,6 +138,12 @@ class SchedulerCore:
     def reconnected(self, now: float) -> None:
         self._watcher.connected = True
         self.slept(now)
+
+    def resign(self, now: float) -> None:
+        """Begin to drain: lead no more. What waits here will be submitted to the next leader."""
+        if self._leadership.resign():
+            self._show(resigning=True)
+            self._step_down(now)
 
     def slept(self, now: float) -> None:
         """The silence was our own: every clock starts anew."""
@@ -214,7 +219,7 @@ class SchedulerCore:
                 param="max_tokens",
             )
         if self.num_queued >= self._config.queued_legs_max:
-            wait_s = self.num_queued / max(self._placed_per_s, 1.0)
+            wait_s = self.num_queued / max(self._placed.per_s, 1.0)
             return Overloaded(
                 "too many requests are waiting.",
                 retry_after_s=min(max(1.0, round(wait_s)), RETRY_AFTER_MAX_S),
@@ -249,7 +254,7 @@ class SchedulerCore:
         blocks = entry.need.blocks(worker.beat.block_size)
         worker.send(Sent(entry.key, now, entry.need.prefill_tokens, blocks))
         detokenizer.send(Sent(entry.key, now, 0, 0))
-        self._placed += 1
+        self._placed.count()
         run = Run(
             submit=entry.submit,
             scheduler=self.instance,
@@ -333,13 +338,18 @@ class SchedulerCore:
         """Step down for a higher claim: what waits here will be submitted there."""
         if message.pool != self._pool:
             return
-        if not self._leadership.beacon(message.term, message.scheduler, now):
-            return
+        if self._leadership.beacon(message.term, message.scheduler, now):
+            self._step_down(now)
+        if message.resigning:
+            self._leadership.vacate(message.scheduler)
+
+    def _step_down(self, now: float) -> None:
         self.counters["stepped_down"] += 1
         for entry in self.entries.all():
             self._drop(entry, now)
 
     def _died(self, died: Died, now: float) -> None:
+        self._leadership.vacate(died.instance)
         gone = self.peers.died(died.instance, now)
         if gone is not None:
             self._tell_gone(gone, now)
@@ -366,7 +376,7 @@ class SchedulerCore:
             self._answer(entry.submit, route_lost)
             self._drop(entry, now)
 
-    def _show(self) -> None:
+    def _show(self, *, resigning: bool = False) -> None:
         ready = [worker.beat for worker in self.peers.workers.values() if worker.placeable]
         if ready:
             self._model = ready[0].model
@@ -379,16 +389,9 @@ class SchedulerCore:
             workers=len(ready),
             max_model_len=self._max_model_len,
             queued=self.num_queued,
+            resigning=resigning,
         )
         self.outbox.put(beacon(self._pool), shown)
-
-    def _rate(self, now: float) -> None:
-        """Placements per second, smoothed over about ten."""
-        elapsed = now - self._rated_at
-        if elapsed >= 1.0:
-            weight = min(1.0, elapsed / 10)
-            self._placed_per_s += weight * (self._placed / elapsed - self._placed_per_s)
-            self._placed, self._rated_at = 0, now
 
     def _answer(self, submit: Submit, message: Message) -> None:
         self.outbox.put(inbox(submit.gateway), message)

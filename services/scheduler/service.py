@@ -7,11 +7,12 @@ from msgspec.structs import replace
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.scheduler import SchedulerCore
 from shared import subjects
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status, settings
 from shared.messages import Beat, ToScheduler
+from shared.process import run_service
 
 
 class Scheduler(Actor):
@@ -41,6 +42,11 @@ class Scheduler(Actor):
             "workers": core.num_workers,
         }
         return replace(super().status(), load=core.num_queued, extra=extra)
+
+    async def drain(self) -> None:
+        """A leader goes at once: its standby need not wait to miss its beacons."""
+        self.scheduler.resign(self.clock())
+        self.flush()
 
 
 def main(launch: Launch) -> None:

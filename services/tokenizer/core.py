@@ -67,6 +67,11 @@ class TokenizerCore:
         self._tokenizer = Tokenizer(files, config.template_cpu_s)
         self._jobs: dict[str, Job] = {}  # by request, the one whose turn is next first
 
+    @property
+    def num_jobs(self) -> int:
+        """Questions that are half answered."""
+        return len(self._jobs)
+
     def receive(self, message: ToTokenizer, now: float) -> None:
         match message:
             case Generate(request_id=known) if known in self._jobs:
@@ -145,7 +150,30 @@ class TokenizerCore:
             attempt=question.attempt,
             tokenizer=self._instance,
             prompts=prompts,
+            bad_words=self._bad_words(question.bad_words or []) or None,
+            sampling_defaults=self._files.sampling_defaults,
         )
+
+    def _bad_words(self, words: list[str]) -> list[bytes]:
+        """The ids of each word after a space, at the beginning of a text, and inside one.
+
+        The last is what follows a line break there: a vocabulary may put a space before the first
+        word of a text, and none after a line break.
+        """
+        ways: dict[bytes, None] = {}
+        opened = self._ids("\n")
+        for word in words:
+            bare = word.lstrip(" ") or word
+            line = self._ids(f"\n{bare}")
+            inside = line[len(opened) :] if line[: len(opened)] == opened else []
+            found = [ids for ids in (self._ids(f" {bare}"), self._ids(bare), inside) if ids]
+            if not found:
+                raise InvalidRequest(f"bad_words: {word!r} has no tokens", param="bad_words")
+            ways |= dict.fromkeys(map(pack_ids, found))
+        return list(ways)
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _ids_of(self, source: str | bytes, question: Generate) -> list[int]:
         if isinstance(source, str):

@@ -1,16 +1,18 @@
 """The tokenizer process: chats and texts to ids."""
 
+import asyncio
 from pathlib import Path
 from typing import ClassVar
 
 from services.tokenizer.config import Config
 from services.tokenizer.core import TokenizerCore
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, settings
 from shared.messages import ToTokenizer
 from shared.model_files import read_model
+from shared.process import run_service
 
 
 class TokenizerActor(Actor):
@@ -22,8 +24,14 @@ class TokenizerActor(Actor):
 
     def __init__(self, launch: Launch, bus: Bus, clock: Clock = monotonic) -> None:
         config = settings(launch.settings, Config, self.role)
-        core = TokenizerCore(launch.instance, read_model(Path(launch.model)), config)
-        super().__init__(launch, bus, core, clock)
+        self.tokenizer = TokenizerCore(launch.instance, read_model(Path(launch.model)), config)
+        super().__init__(launch, bus, self.tokenizer, clock)
+
+    async def drain(self) -> None:
+        """Answer what was asked; gateways ask others by now."""
+        await self.settled()
+        while self.tokenizer.num_jobs:  # noqa: ASYNC110 ticks do the work
+            await asyncio.sleep(self.tick_s)
 
 
 def main(launch: Launch) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.tokenizer.shield import ControlTexts, Shield
@@ -98,7 +99,38 @@ def _plain(message: Any, number: int) -> dict[str, Any]:
         kept["content"] = content or ""
     else:
         raise InvalidRequest(f"{where}.content must be text or parts", param=f"{where}.content")
+    calls = kept.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        where += ".tool_calls"
+        raise InvalidRequest(f"{where} must be a list", param=where)
+    if calls:  # templates take an empty list for a call
+        kept["tool_calls"] = [_call(c, f"{where}.tool_calls[{n}]") for n, c in enumerate(calls)]
     return kept
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call of a tool, its arguments as data: OpenAI's string of JSON would be printed as one."""
+    if not isinstance(call, dict):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    kept = {key: value for key, value in call.items() if value is not None}
+    if "function" not in kept:
+        return kept
+    where += ".function"
+    if not isinstance(kept["function"], dict):
+        raise InvalidRequest(f"{where} must be an object", param=where)
+    function = {key: value for key, value in kept["function"].items() if value is not None}
+    return kept | {"function": function | {"arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(written: Any) -> Any:
+    """The object that a model wrote as JSON; what is none stays as it was written."""
+    if not isinstance(written, str):
+        return {} if written is None else written
+    try:
+        read = msgspec.json.decode(written or "{}")  # strict: no NaN, no half surrogate pairs
+    except msgspec.DecodeError:
+        return written
+    return read if isinstance(read, dict) else written
 
 
 def _part(part: Any, where: str) -> str:

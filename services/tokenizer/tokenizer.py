@@ -1,24 +1,20 @@
 """Text to ids and back for one model, and chats to ids. A function; keeps no state."""
 
-from pathlib import Path
-from typing import Any
-
 import jinja2
 import tokenizers
-from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, pre_tokenizers
 
+from services.tokenizer.encoders import encoder_of
 from services.tokenizer.shield import ControlTexts
 from services.tokenizer.template import ChatTemplate
 from shared.errors import ContextLengthExceeded, InvalidRequest
 from shared.messages import ChatPrompt
-from shared.model_files import BpeParts, ModelFileError, ModelFiles
+from shared.model_files import ModelFileError, ModelFiles
 
 WINDOW = 16384  # characters; several seconds of work are seen to be too much after a tenth of one
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")  # digits one by one
+# What `lstrip` and `rstrip` of a token strip: Unicode's White_Space, as the library has it.
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008"
+_SPACES += "\u2009\u200a\u2028\u2029\u202f\u205f\u3000"
 
 
 class Tokenizer:
@@ -27,10 +23,14 @@ class Tokenizer:
     def __init__(self, files: ModelFiles, template_cpu_s: float = 0.5) -> None:
         vocabulary = files.vocabulary
         self._files = files
-        self._encoder = _from_parts(files.path, files.bpe) if files.bpe else _from_json(files)
+        self._encoder = encoder_of(files)
         self._control = {vocabulary.text_of(i): i for i in sorted(vocabulary.special)}
         self._control.pop("", None)
         self._control_texts = ControlTexts(self._control)
+        self._whole: dict[str, AddedToken] = {
+            token.content: token for token in self._encoder.get_added_tokens_decoder().values()
+        }
+        self._first_word = _first_word(self._encoder)
         self._prefix = self._find_prefix()
         self._template = _compile(files, template_cpu_s) if files.chat_template else None
 
@@ -52,21 +52,32 @@ class Tokenizer:
         text, shield = self._template.render(chat, self._control_texts)
         self._encoder.encode_special_tokens = True  # as ordinary text, that is
         ids: list[int] = []
-        for number, piece in enumerate(self._control_texts.split(text)):
+        pieces = self._control_texts.split(text)
+        for number, piece in enumerate(pieces):
             if len(ids) > self._files.max_model_len:
                 raise self._too_long(text, "messages")
             if number % 2:  # a control token
                 ids.append(self._control[piece])
-            elif piece:
-                ids += self._encode(shield.reveal(piece), "messages")
+                continue
+            words = shield.reveal(piece)
+            if number and self._whole[pieces[number - 1]].rstrip:
+                words = words.lstrip(_SPACES)
+            if number + 1 < len(pieces) and self._whole[pieces[number + 1]].lstrip:
+                words = words.rstrip(_SPACES)
+            if words:
+                ids += self._encode(words, "messages", begins=number == 0)
         return ids
 
-    def _encode(self, text: str, param: str) -> list[int]:
-        """The ids of `text`; what is far too long is refused after no more work than what fits.
+    def _encode(self, text: str, param: str, begins: bool = True) -> list[int]:
+        """The ids of `text`, which `begins` the whole or goes on after a control token.
+
+        What is far too long is refused after no more work than what fits.
 
         Windows are counted first. A cut adds less ids than the longest token has bytes, and
         otherwise no text has twice as many ids in pieces as it has whole.
         """
+        if self._first_word is not None:
+            self._first_word.prepend_scheme = "first" if begins else "never"
         limit, longest = self._files.max_model_len, self._files.vocabulary.token_bytes_max
         if len(text) > limit * longest:
             raise self._too_long(text, param)
@@ -96,58 +107,13 @@ class Tokenizer:
         return list(full[: full.index(bare[0])]) if bare and bare[0] in full else []
 
 
-def _from_parts(file: Path, parts: BpeParts) -> tokenizers.Tokenizer:
-    pairs = [(left, right) for left, _, right in (m.partition(" ") for m in parts.merges)]
-    if not all(left and right for left, right in pairs):
-        raise ModelFileError(file, "tokenizer.ggml.merges", "an entry is not a pair")
-    pre_tokenizer = _pre_tokenizer(file, parts.pre)
-    try:
-        model = models.BPE(
-            vocab={token: i for i, token in enumerate(parts.tokens)},
-            merges=pairs,
-            ignore_merges=parts.pre == "llama-bpe",
-        )
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelFileError(file, "tokenizer.ggml.merges", str(error)) from error
-    encoder = tokenizers.Tokenizer(model)
-    encoder.pre_tokenizer = pre_tokenizer
-    if parts.pre == "qwen2":
-        encoder.normalizer = normalizers.NFC()
-    encoder.add_special_tokens([_whole(parts.tokens[i], True) for i in sorted(parts.control)])
-    encoder.add_tokens([_whole(parts.tokens[i], False) for i in sorted(parts.user)])
-    return encoder
-
-
-def _whole(text: str, special: bool) -> AddedToken:
-    return AddedToken(text, special=special, normalized=False)
-
-
-def _pre_tokenizer(file: Path, name: str) -> Any:
-    """How text is cut into words, by the name the file gives; never guessed."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    match name:
-        case "gpt-2":
-            return byte_level
-        case "smollm":
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            return pre_tokenizers.Sequence([digits, byte_level])
-        case "llama-bpe" | "qwen2":
-            pattern = _LLAMA3 if name == "llama-bpe" else _QWEN2
-            words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-            no_regex = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-            return pre_tokenizers.Sequence([words, no_regex])
-    raise ModelFileError(file, "tokenizer.ggml.pre", f"pre-tokenizer {name!r} is not known")
-
-
-def _from_json(files: ModelFiles) -> tokenizers.Tokenizer:
-    assert files.tokenizer_json is not None
-    try:
-        encoder = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
-    except Exception as error:  # the library raises nothing narrower
-        raise ModelFileError(files.tokenizer_json, "tokenizer", str(error)) from error
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder
+def _first_word(encoder: tokenizers.Tokenizer) -> pre_tokenizers.Metaspace | None:
+    """What puts a space before the first word of a text alone, if `encoder` has it: told by the
+    place in the string, so a piece that is encoded by itself would pass for a beginning.
+    """
+    words = encoder.pre_tokenizer
+    is_one = isinstance(words, pre_tokenizers.Metaspace) and words.prepend_scheme == "first"
+    return words if is_one else None
 
 
 def _compile(files: ModelFiles, cpu_s: float) -> ChatTemplate:

@@ -33,28 +33,17 @@ def launcher(run_dir: RunDir, *overrides: str) -> Launcher:
     return Launcher(config, model, run_dir, server("nats"), server("redis"), 7, new_secret())
 
 
-def test_every_replica_has_a_name_of_its_own(tmp_path: Path) -> None:
-    """As many processes as asked for, numbered from 0."""
-    specs = launcher(RunDir(tmp_path), "gpu_worker.replicas=3", "kv_tier.replicas=0").specs()
-    names = [spec.name for spec in specs]
-
-    assert [name for name in names if name.startswith("gpu_worker")] == [
-        "gpu_worker-0",
-        "gpu_worker-1",
-        "gpu_worker-2",
-    ]
-    assert not [name for name in names if name.startswith("kv_tier")]
-    assert len(set(names)) == len(names)
-
-
 def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) -> None:
     """It reads back as it was meant, is 0600, and only gateways get the listening socket."""
     run_dir = RunDir(tmp_path / "run")
     with run_dir.held():
-        specs = {spec.name: spec for spec in launcher(run_dir, "gateway.ping_s=3").specs()}
-        for name in ("gateway-0", "tokenizer-0"):
+        launching = launcher(run_dir, "gateway.ping_s=3")
+        for role in ("gateway", "tokenizer"):
+            spec = launching.spec(role, 0, lambda: 1)
+            name = f"{role}-0"
+            assert spec.name == name
             before = os.umask(0)
-            command = specs[name].command(f"{name}-abc123", 9)
+            command = spec.command(f"{name}-abc123", 9)
             os.umask(before)
             file = Path(command.argv[-1])
             launch = read_launch(file)
@@ -66,7 +55,7 @@ def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) ->
             gateway = name == "gateway-0"
             assert launch.listen_fd == (7 if gateway else None)
             assert command.pass_fds == ((7,) if gateway else ())
-            assert launch.settings == ({"drain_s": 10, "ping_s": 3} if gateway else {})
+            assert launch.settings == ({"drain_s": 600, "ping_s": 3} if gateway else {})
     assert not file.exists()
 
 

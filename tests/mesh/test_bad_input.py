@@ -25,6 +25,14 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_to
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [49152]}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 4000}], "prompt_logprobs": 20},
+            "prompt_logprobs",
+        ),
         ({"max_tokens": 9000}, "messages"),
     ],
 )

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -58,7 +59,9 @@ async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
 
 
 async def test_a_hugging_face_directory_serves_and_its_template_may_refuse(tmp_path: Path) -> None:
-    """MODEL= takes a Hugging Face directory; a template that raises is a 400 with its words."""
+    """MODEL= takes a Hugging Face directory; a template that raises is a 400 with its words. Its
+    generation_config is what a request gets that says nothing else.
+    """
     model = write_tiny_model(tmp_path / "tiny-llama")
     with Mesh(tmp_path / "run", "--model", str(model)) as mesh:
         assert mesh.model == "tiny-llama"
@@ -71,6 +74,15 @@ async def test_a_hugging_face_directory_serves_and_its_template_may_refuse(tmp_p
                 await client.chat.completions.create(
                     model=mesh.model, messages=[{"role": "assistant", "content": "Hi"}]
                 )
+
+            async def draw(seed: int, **said: Any) -> str:
+                done = await client.completions.create(
+                    model=mesh.model, prompt="x", max_tokens=12, seed=seed, extra_body=said
+                )
+                return done.choices[0].text
+
+            assert len({await draw(seed) for seed in range(3)}) == 1
+            assert len({await draw(seed, temperature=1) for seed in range(3)}) > 1
 
 
 async def test_a_slow_reader_loses_only_its_own_stream(sim_mesh: Mesh) -> None:

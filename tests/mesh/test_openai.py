@@ -1,6 +1,10 @@
 """The official client against the whole mesh: real NATS, real Redis, real model."""
 
 import asyncio
+import json
+import os
+import signal
+from typing import Any
 
 import openai
 import pytest
@@ -194,3 +198,138 @@ async def test_models_are_listed(mesh: Mesh, client: openai.AsyncOpenAI) -> None
     assert [model.id for model in models.data] == [mesh.model]
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("gpt-9")
+
+
+# --- what a prompt scores, and what an answer may not hold ---
+
+
+async def test_an_echo_scores_a_text_as_it_was_generated(
+    mesh: Mesh, client: openai.AsyncOpenAI
+) -> None:
+    """The log probabilities of an answer are those of the same text as a prompt, without the
+    answer's tokens when none are asked for: what evaluation tools compare.
+    """
+    prompt = "The capital of France is"
+    options: dict[str, Any] = {"model": mesh.model, "temperature": 0, "logprobs": 1}
+    said = (await client.completions.create(prompt=prompt, max_tokens=12, **options)).choices[0]
+    text = prompt + said.text
+    ids = (await mesh.post("/tokenize", {"prompt": text}))["tokens"]
+    for whole, max_tokens in ((text, 0), (ids, 1)):
+        scored = (
+            await client.completions.create(
+                prompt=whole, max_tokens=max_tokens, echo=True, **options
+            )
+        ).choices[0]
+        assert said.logprobs is not None
+        assert scored.logprobs is not None
+        tokens, values = scored.logprobs.tokens or [], scored.logprobs.token_logprobs or []
+        end = len(tokens) - max_tokens
+        assert "".join(tokens) == scored.text
+        assert scored.text.startswith(text)
+        assert values[0] is None
+        assert tokens[end - 12 : end] == said.logprobs.tokens
+        assert values[end - 12 : end] == said.logprobs.token_logprobs
+        offsets = scored.logprobs.text_offset or []
+        assert [scored.text[at:][: len(t)] for at, t in zip(offsets, tokens, strict=True)] == tokens
+
+
+async def test_prompt_logprobs_are_the_same_whole_streamed_and_cached(mesh: Mesh) -> None:
+    """One entry per prompt token, null first, each with the token itself; a prefix that is in the
+    cache by now is scored all the same.
+    """
+    body: dict[str, Any] = {"model": mesh.model, "messages": QUESTION, "max_tokens": 2}
+    body |= {"temperature": 0, "prompt_logprobs": 2}
+    whole = await mesh.post("/v1/chat/completions", body)
+    _, streamed = await mesh.raw_post(
+        "/v1/chat/completions", json.dumps({**body, "stream": True}).encode()
+    )
+    ids = (await mesh.post("/tokenize", {"messages": QUESTION}))["tokens"]
+    lines = [line.removeprefix("data: ") for line in streamed.decode().split("\n\n")]
+    chunks = [json.loads(line) for line in lines if line.startswith("{")]
+
+    first, *others = whole["prompt_logprobs"]
+    assert first is None
+    assert len(others) == len(ids) - 1 == whole["usage"]["prompt_tokens"] - 1
+    for token_id, entry in zip(ids[1:], others, strict=True):
+        own = entry[str(token_id)]
+        assert len(entry) in (2, 3)
+        assert (own["rank"] <= 2) == (len(entry) == 2)
+        assert own["logprob"] <= max(each["logprob"] for each in entry.values()) <= 0
+    shown = [c["prompt_logprobs"] for c in chunks if "prompt_logprobs" in c]
+    assert shown == [whole["prompt_logprobs"]]
+    assert "prompt_logprobs" in chunks[0]
+
+
+async def test_bad_words_are_not_said(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    """The words that the model would say are said no more; nor is the request an error."""
+    options: dict[str, Any] = {"model": mesh.model, "messages": QUESTION}
+    options |= {"temperature": 0, "max_tokens": 24}
+    plain = await client.chat.completions.create(**options)
+    told = await client.chat.completions.create(
+        **options, extra_body={"bad_words": ["Paris", "capital of"]}
+    )
+    text = told.choices[0].message.content or ""
+
+    assert "Paris" in (plain.choices[0].message.content or "")
+    assert text
+    assert "Paris" not in text
+    assert "capital of" not in text
+
+
+async def test_only_allowed_ids_are_said(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
+    """A choice among given tokens, as a classifier asks for it."""
+    ids = [(await mesh.post("/tokenize", {"prompt": word}))["tokens"] for word in ("yes", "no")]
+    assert [len(each) for each in ids] == [1, 1]
+    answer = await client.completions.create(
+        model=mesh.model,
+        prompt="Is water wet? Answer:",
+        max_tokens=5,
+        extra_body={"allowed_token_ids": [each[0] for each in ids]},
+    )
+
+    assert answer.choices[0].text.replace("yes", "").replace("no", "") == ""
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_a_prompts_scores_come_once_however_its_worker_dies(sim_mesh: Mesh) -> None:
+    """SIGKILL a worker under echoes: the lists of every stream are those of a calm run."""
+
+    async def lists(number: int, under_way: asyncio.Semaphore | None = None) -> list[Any]:
+        stream = await client.completions.create(
+            model=sim_mesh.model,
+            prompt=f"Story number {number}. " * 20,
+            max_tokens=150,
+            temperature=0,
+            echo=True,
+            logprobs=2,
+            stream=True,
+            extra_body={"ignore_eos": True, "prompt_logprobs": 1},
+        )
+        parts: list[Any] = []
+        async for chunk in stream:
+            if under_way is not None:
+                under_way.release()
+                under_way = None
+            for choice in chunk.choices:
+                scores = choice.model_dump().get("prompt_logprobs")
+                parts += [scores] if scores else []
+                told = choice.logprobs
+                if told is not None:
+                    assert told.tokens is not None
+                    assert told.token_logprobs is not None
+                    assert told.text_offset is not None
+                    parts += zip(told.tokens, told.token_logprobs, told.text_offset, strict=True)
+        return parts
+
+    async with sim_mesh.client() as client:
+        calm = await asyncio.gather(*(lists(number) for number in range(6)))
+        under_way = asyncio.Semaphore(0)
+        streams = [asyncio.create_task(lists(number, under_way)) for number in range(6)]
+        await under_way.acquire()  # of the others some have no id yet
+        os.kill(sim_mesh.processes("gpu_worker")[0]["pid"], signal.SIGKILL)
+        stormy = await asyncio.gather(*streams)
+
+    assert stormy == calm
+    metrics = await sim_mesh.metrics()
+    assert metrics["shoal:redrives_total"] > 0, "the fault hit nobody"
+    await sim_mesh.quiet()

@@ -44,6 +44,8 @@ def write_tiny_model(directory: Path) -> Path:
     (directory / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE})
     )
+    # What a request leaves open is greedy.
+    (directory / "generation_config.json").write_text(json.dumps({"temperature": 0, "eos_token_id": 1}))
     save_file(_weights(len(vocab)), str(directory / "model.safetensors"))
     return directory
 

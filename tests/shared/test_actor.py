@@ -187,7 +187,7 @@ async def test_draining_goes_on_handling_and_ends_in_time(bus: MemoryBus, tmp_pa
     order: list[str] = []
 
     class Endless(Echo):
-        drain_s: ClassVar[float] = 0.2
+        drain_s = 0.2
 
         async def drain(self) -> None:
             order.append("drain")

@@ -24,10 +24,11 @@ from shared.testing import eventually
 SERVICE = """
 import sys
 from pathlib import Path
-from shared.actor import Actor, run_service
+from shared.actor import Actor
 from shared.config import read_launch
 from shared.core import Outbox
 from shared.messages import Cancel
+from shared.process import run_service
 
 class Core:
     def __init__(self): self.outbox, self.counters = Outbox(), {}

@@ -10,6 +10,7 @@ from deploy.servers import Server
 from shared.bus import Bus, Delivery
 from shared.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from shared.nats_bus import NatsBus
+from shared.publish import read_headers
 from shared.testing import MemoryBroker, MemoryBus, eventually
 
 Connect = Callable[[], Awaitable[Bus]]
@@ -52,6 +53,30 @@ async def test_a_payload_arrives_as_it_was_sent(connect: Connect, root: str) -> 
     await eventually(lambda: len(got) == 2)
     assert got[0] == Delivery(f"{root}.a", bytes(range(256)), f"{root}.reply")
     assert got[1] == Delivery(f"{root}.a", b"", "")
+
+
+async def test_headers_arrive_with_their_payload(connect: Connect, root: str) -> None:
+    """Headers go with a message and with a question, and what is no header is refused."""
+    bus = await connect()
+    got: list[Delivery] = []
+
+    def answer(delivery: Delivery) -> None:
+        got.append(delivery)
+        if delivery.reply:
+            bus.publish(delivery.reply, b"yes", headers={"In": "c"})
+
+    await bus.subscribe(root, answer)
+    bus.publish(root, b"told", headers={"One": "1", "Two": "a b"})
+    answered = await bus.request(root, b"asked", 2.0, headers={"One": "2"})
+    assert read_headers(got[0].headers) == (0, {"One": "1", "Two": "a b"})
+    assert read_headers(got[1].headers) == (0, {"One": "2"})
+    assert read_headers(answered.headers) == (0, {"In": "c"})
+    assert [delivery.payload for delivery in got] == [b"told", b"asked"]
+    for bad in ({"One": "1\r\nTwo: 2"}, {"One:": "1"}, {"": "1"}, {"One": "\u00e9"}):
+        with pytest.raises(InvalidRequest):
+            bus.publish(root, b"", headers=bad)
+    with pytest.raises(InvalidRequest):
+        bus.publish(root, b"x" * 8 * 1024 * 1024, headers={"One": "1"})
 
 
 async def test_a_sender_is_heard_by_itself(connect: Connect, root: str) -> None:

@@ -126,7 +126,7 @@ def test_unknown_tensor_type_has_no_known_size() -> None:
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": "abc"}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": [1, 2, 3, 4, 5]}, "tokenizer.ggml.tokens"),

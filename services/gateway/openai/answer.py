@@ -7,11 +7,12 @@ encoding and one concatenation.
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from services.gateway.events import Delta, SessionEnd
-from services.gateway.openai.logprobs import chat_logprobs, completion_logprobs
+from services.gateway.openai.logprobs import CompletionLists, chat_logprobs, prompt_logprobs
 from services.gateway.openai.request import Checked
-from shared.messages import TokenText
+from shared.messages import PromptToken, TokenText
 
 _json = msgspec.json.Encoder()
 
@@ -56,12 +57,14 @@ class Collected:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.logprobs: list[TokenText] = []
+        self.prompt: list[PromptToken] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
         self.logprobs += delta.logprobs or []
+        self.prompt += delta.prompt_logprobs or []
         if delta.finish_reason:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -85,7 +88,9 @@ class _Base:
     def add(self, delta: Delta) -> None:
         self.collected.setdefault(delta.choice, Collected()).add(delta)
 
-    def _object(self, kind: str, choices: list[dict[str, Any]], end: SessionEnd) -> bytes:
+    def _object(
+        self, kind: str, choices: list[dict[str, Any]], end: SessionEnd, **more: Any
+    ) -> bytes:
         return _json.encode(
             {
                 "id": self._id,
@@ -94,8 +99,16 @@ class _Base:
                 "model": self.checked.spec.model,
                 "choices": choices,
                 "usage": usage(self.checked, end),
+                **more,
             }
         )
+
+    def _prompt(self, tokens: list[PromptToken] | None) -> dict[str, Any]:
+        """The field of vLLM, for whoever asked for it by its name."""
+        count = self.checked.prompt_logprobs
+        if count is None or not tokens:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(tokens, count)}
 
     def _head(self, kind: str, choice: int) -> bytes:
         """A chunk up to and including the index of its only choice."""
@@ -121,7 +134,12 @@ class _Base:
         }
         if delta.finish_reason:
             rest["stop_reason"] = delta.stop_reason
-        return b"," + _json.encode(rest)[1:-1] + b"}]" + self._tail
+        return _fields(rest) + b"}]" + self._tail
+
+
+def _fields(values: dict[str, Any]) -> bytes:
+    """`values` as they go on in an object that has fields already."""
+    return b"," + _json.encode(values)[1:-1] if values else b""
 
 
 class ChatAnswer(_Base):
@@ -137,7 +155,8 @@ class ChatAnswer(_Base):
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
             said = b',"delta":{"role":"assistant","content":""},"logprobs":null'
-            chunks.append(head + said + b',"finish_reason":null}]' + self._tail)
+            said += b',"finish_reason":null}]' + _fields(self._prompt(delta.prompt_logprobs))
+            chunks.append(head + said + self._tail)
         logprobs = chat_logprobs(delta.logprobs) if delta.logprobs else None
         if delta.text or logprobs is not None:
             said = b',"delta":{"content":' + _json.encode(delta.text) + b"}"
@@ -162,7 +181,8 @@ class ChatAnswer(_Base):
             }
             for index, choice in sorted(self.collected.items())
         ]
-        return self._object("chat.completion", choices, end)
+        prompt = self._prompt(self.collected[0].prompt)  # one for all choices
+        return self._object("chat.completion", choices, end, **prompt)
 
 
 class CompletionAnswer(_Base):
@@ -171,16 +191,21 @@ class CompletionAnswer(_Base):
     def __init__(self, checked: Checked, created: int, echoes: list[str]) -> None:
         super().__init__(checked, "cmpl", created)
         self._echoes = echoes
-        self._lengths: dict[int, int] = {}  # characters of the tokens shown, per choice
+        self._lists: dict[int, CompletionLists] = {}  # per choice
+
+    def add(self, delta: Delta) -> None:
+        super().add(self._own(delta))
 
     def chunks(self, delta: Delta) -> list[bytes]:
-        first = delta.choice not in self._lengths
-        text = self._shown(delta.text, self._echo(delta.choice) if first else "")
-        logprobs = self._logprobs(delta.choice, delta.logprobs)
-        if not text and logprobs is None and not delta.finish_reason:
+        delta = self._own(delta)
+        text = self._echo(delta.choice) + delta.text if delta.index == 0 else delta.text
+        logprobs = self._logprobs(delta.choice, delta.prompt_logprobs, delta.logprobs)
+        prompt = self._prompt(delta.prompt_logprobs)
+        if not text and logprobs is None and not prompt and not delta.finish_reason:
             return []
         head = self._head("text_completion", delta.choice)
-        return [head + b',"text":' + _json.encode(text) + self._close(delta, logprobs)]
+        said = b',"text":' + _json.encode(text) + _fields(prompt)
+        return [head + said + self._close(delta, logprobs)]
 
     def usage_chunk(self, end: SessionEnd) -> bytes:
         return self._object("text_completion", [], end)
@@ -189,24 +214,32 @@ class CompletionAnswer(_Base):
         choices = [
             {
                 "index": index,
-                "text": self._shown(choice.text, self._echo(index)),
-                "logprobs": self._logprobs(index, choice.logprobs or None),
+                "text": self._echo(index) + choice.text,
+                "logprobs": self._logprobs(index, choice.prompt, choice.logprobs),
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
+                **self._prompt(choice.prompt),
             }
             for index, choice in sorted(self.collected.items())
         ]
         return self._object("text_completion", choices, end)
 
+    def _own(self, delta: Delta) -> Delta:
+        """`delta` less the one token that is run for the sake of an echo, and not asked for."""
+        if not self.checked.echo_only:
+            return delta
+        return replace(delta, text="", logprobs=None, finish_reason="length", stop_reason=None)
+
     def _echo(self, choice: int) -> str:
         return self._echoes[choice // self.checked.spec.n] if self.checked.echo else ""
 
-    def _shown(self, text: str, echo: str) -> str:
-        return echo if self.checked.echo_only else echo + text
-
-    def _logprobs(self, choice: int, tokens: list[TokenText] | None) -> dict[str, Any] | None:
-        offset = self._lengths.setdefault(choice, 0)
-        if tokens is None:
+    def _logprobs(
+        self, choice: int, prompt: list[PromptToken] | None, tokens: list[TokenText] | None
+    ) -> dict[str, Any] | None:
+        count = self.checked.spec.sampling.logprobs
+        echoed = prompt if self.checked.echo else None
+        if count is None or not (echoed or tokens):
             return None
-        self._lengths[choice] = offset + sum(len(token.token) for token in tokens)
-        return completion_logprobs(tokens, offset)
+        if choice not in self._lists:
+            self._lists[choice] = CompletionLists(self._echo(choice), count)
+        return self._lists[choice].take(echoed or [], tokens or [])

@@ -65,6 +65,7 @@ def check_chat(
         endpoint="chat",
         stream=bool(fields.stream),
         include_usage=includes_usage(fields),
+        prompt_logprobs=fields.prompt_logprobs,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from services.gateway.events import SessionSpec
 from services.gateway.openai.decode import decode
 from services.gateway.openai.request import (
     TOKENS_MAX,
@@ -49,6 +50,8 @@ def check_completion(
     asked = integer(fields.max_tokens, "max_tokens", MAX_TOKENS, 0 if echo else 1, TOKENS_MAX)
     max_tokens = max(asked, 1)  # an echo of the prompt alone runs one token and drops it
     spec = session_spec(fields, caller, len(texts or ids or []), max_tokens, _logprobs(fields))
+    if echo and spec.sampling.logprobs is not None:
+        spec = _with_prompt_logprobs(spec, spec.sampling.logprobs)
     return Checked(
         spec=replace(
             spec, texts=texts, ids=ids, add_special_tokens=fields.add_special_tokens is not False
@@ -58,15 +61,25 @@ def check_completion(
         include_usage=includes_usage(fields),
         echo=echo,
         echo_only=asked == 0,
+        prompt_logprobs=fields.prompt_logprobs,
+    )
+
+
+def _with_prompt_logprobs(spec: SessionSpec, count: int) -> SessionSpec:
+    """The lists of `logprobs` begin with the echoed prompt, so its log probabilities are needed."""
+    asked = spec.sampling.prompt_logprobs
+    if asked is not None and asked >= count:
+        return spec
+    return replace(
+        spec,
+        sampling=replace(spec.sampling, prompt_logprobs=count),
+        prompt_logprobs_field="logprobs",
     )
 
 
 def _logprobs(fields: CompletionFields) -> int | None:
     if fields.logprobs is None:
         return None
-    if fields.echo:
-        # Evaluation tools would read absent prompt logprobs as chance and say nothing.
-        raise InvalidRequest("'logprobs' together with 'echo' is not supported.", param="logprobs")
     return integer(fields.logprobs, "logprobs", 0, 0, TOP_LOGPROBS_MAX)
 
 

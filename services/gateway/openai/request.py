@@ -11,13 +11,16 @@ from services.gateway.events import SessionSpec
 from services.gateway.openai.errors import UnknownModel
 from shared.errors import InvalidRequest
 from shared.kv import tenant_salt
-from shared.sampling import SamplingParams, TextParams
+from shared.sampling import SamplingDefaults, SamplingParams, TextParams
 
 TOKENS_MAX = 2**31  # ids and counts of them
 STOPS_MAX = 64
 STOP_CHARS_MAX = 4096  # of all strings: 64 of them that long cost everybody 0.1 s a token
 STOP_IDS_MAX = 256
 BIASES_MAX = 4096
+BAD_WORDS_MAX = 256
+BAD_WORD_CHARS_MAX = 4096  # of all together: each is several sequences of ids for every step
+ALLOWED_IDS_MAX = 16384  # 80 KB in every Submit of every choice
 TOP_LOGPROBS_MAX = 20
 CACHE_SALT_MAX = 256
 
@@ -42,6 +45,7 @@ class Checked(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False  # completions: the prompt comes before the answer
     echo_only: bool = False  # max_tokens 0: and nothing after it
+    prompt_logprobs: int | None = None  # alternatives shown beside each id of the prompt
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):
@@ -71,6 +75,9 @@ class GenerateFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
     # they change the answer and are not served: refused by name, never ignored
@@ -82,9 +89,6 @@ class GenerateFields(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    prompt_logprobs: Any = None
     truncate_prompt_tokens: Any = None
 
 
@@ -95,9 +99,6 @@ NOT_SERVED = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
-    "bad_words",
-    "allowed_token_ids",
-    "prompt_logprobs",
     "truncate_prompt_tokens",
 )
 
@@ -145,6 +146,8 @@ def session_spec(
         max_tokens=max_tokens,
         seed=seed(fields),
         sampling=sampling_params(fields, max_tokens, logprobs),
+        unsaid=unsaid(fields),
+        bad_words=bad_words(fields.bad_words or []),
         text=text_params(fields),
         priority=priority(fields),
         salt=salt(fields, caller),
@@ -202,7 +205,45 @@ def sampling_params(
         stop_token_ids=token_ids(fields.stop_token_ids or [], "stop_token_ids", STOP_IDS_MAX),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        allowed_token_ids=allowed_token_ids(fields.allowed_token_ids),
+        prompt_logprobs=prompt_logprobs(fields.prompt_logprobs),
     )
+
+
+def unsaid(fields: GenerateFields) -> tuple[str, ...]:
+    """Fields that are left to the model's own recommendation. A value that happens to be OpenAI's
+    default is said, not left.
+    """
+    names = SamplingDefaults.__struct_fields__
+    return tuple(name for name in names if getattr(fields, name) is None)
+
+
+def bad_words(words: list[str]) -> list[str]:
+    """Texts to avoid, each once; a tokenizer makes ids of them."""
+    if len(words) > BAD_WORDS_MAX:
+        raise InvalidRequest(f"'bad_words' has more than {BAD_WORDS_MAX} words.", param="bad_words")
+    if not all(words):
+        raise InvalidRequest("A word of 'bad_words' must not be empty.", param="bad_words")
+    if sum(map(len, words)) > BAD_WORD_CHARS_MAX:
+        raise InvalidRequest(
+            f"'bad_words' has more than {BAD_WORD_CHARS_MAX} characters.", param="bad_words"
+        )
+    return list(dict.fromkeys(words))
+
+
+def allowed_token_ids(ids: list[int] | None) -> tuple[int, ...]:
+    """The only ids that may be output, each once; () = all. None at all could never answer."""
+    if ids is None:
+        return ()
+    if not ids:
+        raise InvalidRequest("'allowed_token_ids' must not be empty.", param="allowed_token_ids")
+    name = "allowed_token_ids"
+    return tuple(dict.fromkeys(token_ids(ids, name, ALLOWED_IDS_MAX)))
+
+
+def prompt_logprobs(count: int | None) -> int | None:
+    """How many alternatives are shown beside each id of the prompt; None = no prompt logprobs."""
+    return None if count is None else integer(count, "prompt_logprobs", 0, 0, TOP_LOGPROBS_MAX)
 
 
 def logit_bias(biases: dict[int, float]) -> dict[int, float]:

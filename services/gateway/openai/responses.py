@@ -37,6 +37,7 @@ NOT_SERVED = (
     "moderation",
     "n",
     "max_tokens",
+    "prompt_logprobs",
 )
 
 

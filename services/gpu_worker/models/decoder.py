@@ -86,7 +86,6 @@ class StepInput(NamedTuple):
     positions: Tensor  # int64 [rows]
     slots: Tensor  # int64 [rows]: where each row's K and V go
     groups: dict[int, list[AttentionGroup]]  # by window; each list covers all rows
-    sampled: Tensor  # int64: the rows whose logits are wanted
 
 
 class _Layer:
@@ -138,7 +137,7 @@ class _Layer:
 
 
 class Decoder:
-    """Weights ready to compute with. `forward` is all that a runner needs of a model."""
+    """Weights ready to compute with. `forward` and `logits` are all that a runner needs."""
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
@@ -156,7 +155,7 @@ class Decoder:
 
     def forward(self, step: StepInput, kv_pool: Tensor) -> Tensor:
         """Writes the step's K and V into `kv_pool` [layers, 2, kv_heads, blocks, block_size,
-        head_dim]; returns logits fp32 [sampled, vocab].
+        head_dim]; returns the last hidden state fp32 [rows, hidden].
         """
         config = self.config
         whole = self._rotary[step.positions]
@@ -166,7 +165,10 @@ class Decoder:
             hidden *= config.embedding_scale
         for layer, cache in zip(self._layers, kv_pool, strict=True):
             layer.add_to(hidden, local if layer.window else whole, step, cache)
-        if not len(step.sampled):
-            return hidden.new_empty(0, config.vocab_size)
-        x = rms_norm(hidden[step.sampled], self._norm, config.rms_eps).to(self.dtype)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits fp32 [rows, vocab] after any rows of a last hidden state [rows, hidden]."""
+        config = self.config
+        x = rms_norm(hidden, self._norm, config.rms_eps).to(self.dtype)
         return softcap(self._lm_head(x).float(), config.logits_softcap)

@@ -31,6 +31,7 @@ from shared.messages import (
     Failed,
     Generate,
     Message,
+    PromptToken,
     Renew,
     Renewed,
     RenewedLeg,
@@ -43,6 +44,7 @@ from shared.messages import (
     TokenText,
     encode,
 )
+from shared.sampling import SamplingDefaults
 from shared.subjects import beacon, beat, inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
 
@@ -65,6 +67,7 @@ class Script:
     fails_after: int = 0  # ... after so many ids
     stuck_after: int | None = None  # no more ids until told otherwise
     stop_reason: str | int | None = None
+    sampling_defaults: SamplingDefaults | None = None  # of the model's files
 
 
 class FakeMesh:
@@ -174,7 +177,13 @@ class FakeMesh:
             texts = ["".join(str(told["content"]) for told in message.chat.messages)]
         packed = message.ids or [pack_ids(ord(char) for char in text) for text in texts]
         prompts = [TokenizedPrompt(ids) for ids in packed]
-        self._answer(message, Tokenized(**self._about(message), prompts=prompts))
+        answer = Tokenized(
+            **self._about(message),
+            prompts=prompts,
+            bad_words=[pack_ids(map(ord, word)) for word in message.bad_words or []] or None,
+            sampling_defaults=self.script.sampling_defaults,
+        )
+        self._answer(message, answer)
 
     # --- scheduler, worker, detokenizer ---
 
@@ -256,8 +265,21 @@ class FakeMesh:
             finish,
             self.script.stop_reason if last else None,
             logprobs,
+            None if index else self._prompt_logprobs(submit),
         )
         self._send(inbox(submit.gateway), TextDelta(detokenizer="d", records=[record]))
+
+    def _prompt_logprobs(self, submit: Submit) -> list[PromptToken] | None:
+        """Each id's own text; id + k is its k-th alternative. The first has no log probability."""
+        count = submit.sampling.prompt_logprobs
+        if count is None:
+            return None
+        tokens = []
+        for number, i in enumerate(unpack_ids(submit.prompt_ids)):
+            top = [(i + k, chr(i + k), chr(i + k).encode(), -1.0 - k) for k in range(1, count + 1)]
+            own = (self.script.logprob, 7, top) if number else ()
+            tokens.append(PromptToken(i, chr(i), chr(i).encode(), *own))
+        return tokens
 
     def _renew(self, message: Renew, delivery: Delivery) -> None:
         holder = delivery.subject.rpartition(".")[2]

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from services.gateway.events import Delta, SessionEnd, SessionEvent, SessionSpec
+from services.gateway.events import Delta, Resume, SessionEnd, SessionEvent, SessionSpec
 from services.gateway.sessions import Limits, SessionTable
 from shared.ids import pack_ids
 from shared.messages import (
@@ -54,7 +54,7 @@ class Rig:
                 self.say(Beat(instance=tokenizer, role="tokenizer", seq=1))
             self.table.tick(self.now)
 
-    def open(self, **fields: Any) -> None:
+    def open(self, resume: Resume | None = None, **fields: Any) -> None:
         defaults: dict[str, Any] = {
             "request_id": R,
             "model": "m",
@@ -63,7 +63,7 @@ class Rig:
             "seed": 5,
             "sampling": SamplingParams(max_tokens=0),
         }
-        self.table.open(SessionSpec(**defaults | fields), self.events.append, self.now)
+        self.table.open(SessionSpec(**defaults | fields), self.events.append, self.now, resume)
 
     def tokenize(self, prompts: list[list[int]] | None = None) -> None:
         entries = [TokenizedPrompt(pack_ids(ids)) for ids in prompts or [[7, 8]]]

@@ -8,12 +8,21 @@ from hypothesis import strategies as st
 
 from services.gateway.auth import Keys, bearer
 from services.gateway.calls import PATIENCE_S, TRIES_MAX, Calls
-from services.gateway.events import Delta, Prompts, SessionEnd
+from services.gateway.events import Delta, Opening, SessionEnd
 from services.gateway.feed import Feed, merge
 from services.gateway.view import MeshView
 from shared.core import Outbox
 from shared.errors import InvalidRequest, Overloaded, Unauthorized, Unavailable
-from shared.messages import Beacon, Beat, Detokenize, Detokenized, Died, Failed, TokenText
+from shared.messages import (
+    Beacon,
+    Beat,
+    Detokenize,
+    Detokenized,
+    Died,
+    Failed,
+    Tokenized,
+    TokenText,
+)
 
 END = SessionEnd(None, 1, 1, 0)
 
@@ -49,7 +58,8 @@ def test_merging_changes_nothing_but_the_number(said: list[tuple[int, str]], log
 async def test_a_lagging_reader_gets_few_events() -> None:
     """The number of waiting events is bounded by merging, and nothing of them is lost."""
     feed = Feed(ids_max=100_000)
-    feed.emit(Prompts([[1]]))
+    told = Tokenized(request_id="r", attempt=1, tokenizer="t", prompts=[])
+    feed.emit(Opening(tokenized=told, seed=0, max_model_len=1))
     for index in range(10_000):
         feed.emit(delta(index % 2, index, "x"))
     feed.emit(END)

@@ -63,10 +63,10 @@ def deep(levels: int) -> Any:
         ("response_format", [{"type": "json_object"}, {"type": "json_schema"}, {}, "text"]),
         ("guided_regex", ["a+"]),
         ("structured_outputs", [{"json": {}}]),
-        ("prompt_logprobs", [0, 1]),
+        ("prompt_logprobs", [-1, 21, 2**40, "1", True, 1.5]),
         ("use_beam_search", [True]),
-        ("bad_words", [["x"]]),
-        ("allowed_token_ids", [[1]]),
+        ("bad_words", ["x", [""], ["a", ""], [1], ["x"] * 257, ["x" * 2049, "y" * 2048]]),
+        ("allowed_token_ids", [[], [-1], [2**31], [2**70], ["a"], [1.5], 1, [1] * 16385]),
         ("truncate_prompt_tokens", [-1]),
         ("best_of", [3]),
         ("priority", [1000]),
@@ -135,7 +135,7 @@ def test_bad_chat_requests(fields: dict[str, Any], param: str) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": -1}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "logprobs"),
+        ({"logprobs": 21, "echo": True}, "logprobs"),
         ({"prompt": ["a"] * 129, "n": 2}, "n"),
         ({"prompt": ["a"] * 257}, "prompt"),
         ({"min_tokens": 17}, "min_tokens"),
@@ -190,6 +190,9 @@ def test_what_comes_through() -> None:
         top_logprobs=4,
         n=3,
         priority=-5,
+        bad_words=["bad", "worse", "bad"],
+        allowed_token_ids=[3, 2, 3],
+        prompt_logprobs=5,
     ).spec
 
     sampling, text = spec.sampling, spec.text
@@ -198,6 +201,8 @@ def test_what_comes_through() -> None:
     assert (sampling.repetition_penalty, sampling.top_k) == (1.1, 0)
     assert (sampling.logit_bias, sampling.stop_token_ids) == ({7: -100}, (3,))
     assert (sampling.ignore_eos, sampling.min_tokens, sampling.logprobs) == (True, 2, 4)
+    assert (sampling.allowed_token_ids, sampling.prompt_logprobs) == ((3, 2), 5)
+    assert spec.bad_words == ["bad", "worse"]
     assert text.stop == ("a", "b")
     assert (text.include_stop_str, text.skip_special_tokens, text.min_tokens) == (True, False, 2)
     assert (spec.max_tokens, spec.n, spec.priority) == (8, 3, -5)
@@ -213,6 +218,38 @@ def test_defaults() -> None:
     assert chat(logprobs=True).spec.sampling.logprobs == 0
     assert completion().spec.max_tokens == 16
     assert completion(logprobs=0).spec.sampling.logprobs == 0
+
+
+@pytest.mark.parametrize("check", [chat, completion])
+def test_what_is_said_is_not_left_to_the_model(check: Any) -> None:
+    """A field is left open when it is absent or null; a value, even a usual one, closes it."""
+    every = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    assert set(check().spec.unsaid) == every
+    assert set(check(temperature=None).spec.unsaid) == every
+    said = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    for name, value in said.items():
+        assert set(check(**{name: value}).spec.unsaid) == every - {name}
+    assert check(**said).spec.unsaid == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "field"),
+    [
+        ({}, None, "prompt_logprobs"),
+        ({"echo": True}, None, "prompt_logprobs"),
+        ({"logprobs": 2}, None, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 0}, 0, "logprobs"),
+        ({"echo": True, "logprobs": 2}, 2, "logprobs"),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 1}, 2, "logprobs"),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 2}, 2, "prompt_logprobs"),
+    ],
+)
+def test_an_echo_with_logprobs_needs_those_of_the_prompt(
+    fields: dict[str, Any], count: int | None, field: str
+) -> None:
+    """As many as the field that wants more, and that one is named when it is too many."""
+    spec = completion(**fields).spec
+    assert (spec.sampling.prompt_logprobs, spec.prompt_logprobs_field) == (count, field)
 
 
 def test_messages_become_what_a_template_takes() -> None:

@@ -97,6 +97,7 @@ def test_items_are_messages_of_text_parts() -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 5}, "max_tokens"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"n": 2}, "n"),
         ({"background": True, "store": False}, "background"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),

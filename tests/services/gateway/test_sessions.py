@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.gateway.events import Delta, Prompts, SessionEnd
-from services.gateway.session import choice_seed
+from services.gateway.events import Delta, Opening, SessionEnd
+from services.gateway.opening import choice_seed
 from services.gateway.sessions import Limits
 from shared.ids import pack_ids
 from shared.messages import (
@@ -26,7 +26,7 @@ def rig() -> Rig:
 
 
 def test_a_request_runs_from_prompt_to_end(rig: Rig) -> None:
-    """Prompts, ids, one finish, one end; and then nothing is kept."""
+    """Its opening, ids, one finish, one end; and then nothing is kept."""
     rig.open()
     [(tokenizer, generate)] = rig.sent(Generate)
     assert (tokenizer, generate.ids) == ("t0", [pack_ids([7, 8])])
@@ -36,7 +36,7 @@ def test_a_request_runs_from_prompt_to_end(rig: Rig) -> None:
     rig.start()
     rig.text(1, 0, [1])
     rig.text(1, 1, [2], "stop")
-    assert isinstance(rig.events[0], Prompts)
+    assert isinstance(rig.events[0], Opening)
     assert rig.ids() == [1, 2]
     assert rig.end() == SessionEnd(None, 2, 2, 0)
     assert (rig.table.num_sessions, rig.table.num_legs, rig.table.num_open) == (0, 0, 0)

@@ -34,9 +34,10 @@ class Legs:
             batch.append(Scheduled(leg, count))
         results = self.runner.execute(batch)
         for (leg, count), sampled in zip(batch, results, strict=True):
-            assert (sampled is None) == (leg.num_computed_tokens + count < leg.num_tokens)
+            reaches_the_end = leg.num_computed_tokens + count == leg.num_tokens
+            assert (sampled.token_id is not None or sampled.fault != "") == reaches_the_end
             leg.num_computed_tokens += count
-            if sampled is not None:
+            if reaches_the_end:
                 self.results[leg].append(sampled)
                 leg.output_ids.append(sampled.token_id)
 

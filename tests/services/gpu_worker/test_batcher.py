@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import SimConfig
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
 from shared.kv import BLOCK_SIZE, block_hashes
@@ -270,7 +270,7 @@ def test_a_row_with_a_fault_stays_as_it_was() -> None:
     bench = Bench()
     sequence = bench.add(list(PREFIX))
     batch = bench.batcher.schedule()
-    bench.batcher.commit(batch, [Sampled(5, fault="nan_logits")])
+    bench.batcher.commit(batch, [Outcome(fault="nan_logits")])
 
     assert sequence.output_ids == []
     assert sequence.num_computed_tokens == 0

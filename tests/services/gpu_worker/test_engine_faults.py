@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.gpu_worker.engine_core import EngineBroken
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.execution import EngineBroken
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.simulated import SimulatedRunner
 from shared.ids import pack_ids
 from shared.sampling import SamplingParams
@@ -25,6 +25,26 @@ from tests.services.gpu_worker.engine_kit import END_ID, PROMPT, SIM, Worker, tr
             {"sampling": SamplingParams(max_tokens=5, logit_bias={1000: 1.0})},
             "invalid_request",
             "logit_bias",
+        ),
+        (
+            {"sampling": SamplingParams(max_tokens=5, allowed_token_ids=(1, 1000))},
+            "invalid_request",
+            "allowed_token_ids",
+        ),
+        (
+            {"sampling": SamplingParams(max_tokens=5, bad_words=((1,), (2, -1)))},
+            "invalid_request",
+            "bad_words",
+        ),
+        (
+            {"sampling": SamplingParams(max_tokens=5, bad_words=((1,), ()))},
+            "invalid_request",
+            "bad_words",
+        ),
+        (
+            {"sampling": SamplingParams(max_tokens=5, prompt_logprobs=1 << 17)},
+            "invalid_request",
+            "prompt_logprobs",
         ),
         ({"salt": b"s" * 65}, "invalid_request", "cache_salt"),
         ({"sampling": SamplingParams(max_tokens=0)}, "invalid_request", "max_tokens"),
@@ -84,44 +104,55 @@ def test_nan_logits_fail_their_own_leg() -> None:
     )
     assert sent.ids == truth()
     assert (inbox("s-1"), 1, "failed") in sent.ended
+    assert worker.core.stats()["fault_nan_logits"] == 1
     worker.assert_empty()
 
 
 class Raises:
     """A model that raises on some prompts."""
 
-    def __init__(self, bad: int) -> None:
+    def __init__(self, bad: int, error: Exception) -> None:
         self.inner = SimulatedRunner(SIM, words=range(900), end_ids=[END_ID])
         self.spec = self.inner.spec
         self.bad = bad
+        self.error = error
 
     def warm_up(self) -> None: ...
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:
         return len(batch)
 
-    def execute(self, batch: list[Scheduled]) -> list[Sampled | None]:
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         if any(self.bad in row.sequence.prompt_ids for row in batch):
-            raise MemoryError("no room")
+            raise self.error
         return self.inner.execute(batch)
 
 
-def test_a_row_that_raises_fails_alone() -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "fault"),
+    [
+        (MemoryError("no room"), "unavailable", "fault_out_of_memory"),
+        (ValueError("of shape"), "internal", "fault_raised"),
+    ],
+)
+def test_a_row_that_raises_fails_alone(error: Exception, code: str, fault: str) -> None:
     """The step is repeated row by row: only the culprit's leg fails, the others lose nothing."""
-    worker = Worker(runner=Raises(bad=77))
+    worker = Worker(runner=Raises(77, error))
     worker.run(choice=0)
     worker.run(choice=1, prompt_ids=pack_ids([77, 78]))
     worker.steps()
     sent = worker.take()
 
-    assert [(f.choice, f.code, f.retryable) for f in sent.failed] == [(1, "internal", True)]
+    assert [(f.choice, f.code, f.retryable) for f in sent.failed] == [(1, code, True)]
+    assert str(error) not in sent.failed[0].detail, "what a library says is for the log"
     assert sent.ids == truth()
+    assert (worker.core.stats()[fault], worker.core.stats()["steps_isolated"]) == (1, 1)
     worker.assert_empty()
 
 
 def test_a_model_that_always_raises_ends_the_engine() -> None:
     """Three steps in a row without a good row: it is the model, and only a restart can help."""
-    worker = Worker(runner=Raises(bad=1))
+    worker = Worker(runner=Raises(1, MemoryError()))
 
     def keep_trying() -> None:
         for choice in range(5):

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from services.gpu_worker.model_runner import QUERY_TILE, DecoderRunner, compute_dtype, load_runner
-from services.gpu_worker.runner import Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.tokenizer.tokenizer import Tokenizer
 from shared.gguf_file import read_gguf
@@ -192,7 +192,7 @@ def test_a_leg_with_broken_keys_fails_alone_and_its_blocks_can_be_used_again(run
 
 def test_rows_that_do_not_reach_the_last_id_sample_nothing(runner, ids):
     leg = Sequence(ids[:20], SamplingParams(max_tokens=1), block_table=[0, 1])
-    assert runner.execute([Scheduled(leg, 19)]) == [None]
+    assert runner.execute([Scheduled(leg, 19)]) == [Outcome()]
     assert leg.num_computed_tokens == 0
     assert leg.output_ids == []
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.config import SimConfig
-from services.gpu_worker.runner import Sampled, Scheduled
+from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner, readable_words
 from shared.ids import unpack_ids
@@ -18,7 +18,7 @@ from shared.sampling import SamplingParams
 SIM = SimConfig(num_blocks=32, vocab_size=300, output_tokens_min=5, output_tokens_max=9)
 
 
-def generate(prompt: list[int], chunk: int = 1000, **sampling: Any) -> list[Sampled]:
+def generate(prompt: list[int], chunk: int = 1000, **sampling: Any) -> list[Outcome]:
     """Everything sampled until the end id or max_tokens, prefilled in chunks."""
     runner = SimulatedRunner(SIM, words=range(200), end_ids=[299])
     sequence = Sequence(prompt, SamplingParams(**{"max_tokens": 20, **sampling}))
@@ -29,7 +29,7 @@ def generate(prompt: list[int], chunk: int = 1000, **sampling: Any) -> list[Samp
         row = Scheduled(sequence, min(chunk, missing))
         (outcome,) = runner.execute([row])
         sequence.num_computed_tokens += row.num_tokens
-        if outcome is not None:
+        if outcome.token_id is not None:
             sampled.append(outcome)
             sequence.output_ids.append(outcome.token_id)
             if outcome.token_id == 299:

@@ -121,8 +121,8 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
 class Watched(Decoder):
     """Keeps the logits of every step that sampled."""
 
-    def forward(self, step, kv_pool):
-        logits = super().forward(step, kv_pool)
+    def logits(self, hidden):
+        logits = super().logits(hidden)
         self.seen = [*getattr(self, "seen", []), *logits.clone()]
         return logits
 

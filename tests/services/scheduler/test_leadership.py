@@ -76,6 +76,42 @@ def test_only_the_leader_shows_itself() -> None:
     assert leader.beacon_due(SILENCE_S + BEACON_S)
 
 
+def test_a_vacant_office_is_taken_at_once() -> None:
+    """Whoever knows that the leader is gone need not wait to miss it; the term is a new one."""
+    standby = Leadership("b", 0.0)
+    standby.beacon(3, "a", 0.0)
+    standby.vacate("c")
+    assert not standby.tick(0.01), "another than the leader has gone"
+    standby.vacate("a")
+    assert standby.tick(0.02)
+    assert (standby.leader, standby.term) == ("b", 4)
+
+
+def test_an_office_is_vacant_until_another_one_shows_itself() -> None:
+    """Nor is it vacant for one who slept: somebody may have taken it meanwhile."""
+    standby = Leadership("b", 0.0)
+    standby.beacon(3, "a", 0.0)
+    standby.vacate("a")
+    standby.beacon(4, "c", 0.0)
+    assert not standby.tick(0.5)
+    standby.vacate("c")
+    standby.restart(0.6)
+    assert not standby.tick(0.7)
+
+
+def test_who_resigned_never_leads_again() -> None:
+    """A leader and a standby that drain leave the office to those who stay."""
+    leader, standby = Leadership("a", 0.0), Leadership("b", 0.0)
+    leader.tick(SILENCE_S)
+    assert leader.resign()
+    assert not standby.resign()
+    standby.vacate("")
+    for one in (leader, standby):
+        one.echo(9)
+        assert not one.tick(100.0)
+        assert not one.beacon_due(100.0)
+
+
 def test_three_schedulers_agree_soon_whatever_gets_lost() -> None:
     """With a third of all beacons lost, one leads a while after the loss ends, and all know it."""
     for seed in range(30):

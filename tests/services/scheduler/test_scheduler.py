@@ -277,6 +277,41 @@ def test_a_deposed_leader_keeps_nothing_and_says_unknown() -> None:
     assert rig.renew() == [("unknown", "")]
 
 
+def test_a_leader_that_resigns_says_so_keeps_nothing_and_takes_nothing() -> None:
+    """Its last beacon is its farewell; what waited is submitted to the next one."""
+    rig = Rig().lead("d0")
+    rig.submit()
+    rig.sent()
+    rig.core.resign(rig.now)
+    [(_, farewell)] = rig.sent()
+    assert (farewell.scheduler, farewell.term, farewell.resigning) == ("s", 1, True)
+    assert (rig.core.is_leader, rig.core.num_queued) == (False, 0)
+    rig.submit("other")
+    assert [type(message) for _, message in rig.sent()] == [NotLeader]
+    rig.core.resign(rig.now)
+    rig.pass_time(3.0)
+    assert rig.sent() == []
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        Died(instance="l", reason="killed"),
+        Beacon(scheduler="l", term=1, pool="p", resigning=True),
+    ],
+)
+def test_a_standby_leads_as_soon_as_it_knows_that_the_leader_is_gone(news: ToScheduler) -> None:
+    """At its next tick, above the leader's term, not after a second of silence."""
+    standby = Rig()
+    standby.say(Beacon(scheduler="l", term=1, pool="p"))
+    standby.say(Died(instance="x", reason="killed"))
+    standby.pass_time(0.05)
+    assert not standby.core.is_leader
+    standby.say(news)
+    standby.pass_time(0.05)
+    assert (standby.core.is_leader, standby.core.term) == (True, 2)
+
+
 def test_a_new_leader_repeats_losses_and_says_unknown_to_nobody_at_first() -> None:
     """The last one may have died before it could say them; legs are on their way to this one."""
     rig = Rig()

@@ -1,5 +1,7 @@
 """The scheduler process around its core: it hears the pool, and shows itself once it leads."""
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -41,6 +43,22 @@ async def test_a_scheduler_leads_accepts_and_places() -> None:
         assert any(isinstance(message, Accepted) for message in seen)
         assert actor.beat().term == 1
         assert actor.status().extra["workers"] == 1
+
+
+async def test_a_stopped_leader_leaves_its_office_to_the_standby() -> None:
+    """SIGTERM of the leader: the standby leads although it never missed a beacon."""
+    broker = MemoryBroker()
+    standby = Scheduler(launch_of("scheduler", "scheduler-1-1", {}), MemoryBus(broker))
+    async with running(Scheduler(launch(), MemoryBus(broker))) as leader:
+        await eventually(lambda: leader.scheduler.is_leader)
+        stood_by = asyncio.create_task(standby.run())
+        await eventually(lambda: standby.ready)
+        term = leader.scheduler.term
+    assert not leader.scheduler.is_leader
+    await eventually(lambda: standby.scheduler.is_leader)
+    assert standby.scheduler.term == term + 1
+    standby.stop()
+    await stood_by
 
 
 def test_a_bad_setting_stops_it_and_names_the_key() -> None:

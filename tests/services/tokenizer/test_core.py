@@ -1,9 +1,13 @@
 """The tokenizer's answers: `Tokenized`, `Detokenized`, or `Failed` for the whole request."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from msgspec.structs import replace
+from tokenizers import models, normalizers
 
 from services.tokenizer.config import Config
 from services.tokenizer.core import JOBS_MAX, SLICE, WIRE_MAX, TokenizerCore
@@ -23,6 +27,7 @@ from shared.messages import (
     encode,
 )
 from shared.model_files import default_model, read_model
+from shared.sampling import SamplingDefaults
 from shared.subjects import inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
 from tests.services.launches import launch_of
@@ -107,6 +112,67 @@ def test_bad_input_is_answered_by_field(fields: dict[str, Any], code: str, param
     """Every refusal says whose field it is; none of them raises."""
     failed = refused(generate(**fields))
     assert (failed.code, failed.param) == (code, param)
+
+
+@pytest.mark.parametrize(
+    ("words", "spellings"),
+    [
+        (["Paris"], {" Paris", "Paris"}),
+        ([" Paris"], {" Paris", "Paris"}),
+        (["Paris", "Paris", " Paris"], {" Paris", "Paris"}),
+        (["\n"], {" \n", "\n"}),
+        (["<|im_end|>"], {" <|im_end|>", "<|im_end|>"}),
+        (["na\u00efve x", "a"], {" na\u00efve x", "na\u00efve x", " a", "a"}),
+    ],
+)
+def test_bad_words_are_spelled_with_and_without_a_space(
+    words: list[str], spellings: set[str]
+) -> None:
+    """Each way once, with no begin token before it; the ids are those of the text itself."""
+    answer = ask(generate(texts=["x"], bad_words=words))
+    assert isinstance(answer, Tokenized)
+    ways = [unpack_ids(way) for way in answer.bad_words or []]
+    assert {FILES.vocabulary.text(way, skip_special_tokens=False) for way in ways} == spellings
+    assert len(ways) == len(spellings)
+
+
+def test_a_bad_word_inside_a_text_is_spelled_without_the_space_of_its_beginning(
+    tmp_path: Path,
+) -> None:
+    """SentencePiece vocabularies put a space before the first word of a text, and only there."""
+    encoder = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={t: n for n, t in enumerate(["<unk>", "\u2581", "\n", "a", "b", "\u2581a"])},
+            merges=[("\u2581", "a")],
+            unk_token="<unk>",
+        )
+    )
+    encoder.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "llama", "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    core = TokenizerCore("tok-1", read_model(tmp_path))
+    core.receive(generate(ids=[pack_ids([3])], bad_words=["ab"]), 0.0)
+    [(_, answer)] = core.outbox.take()
+
+    assert isinstance(answer, Tokenized)
+    assert [5, 4] in [unpack_ids(way) for way in answer.bad_words or []]
+    assert [3, 4] in [unpack_ids(way) for way in answer.bad_words or []]
+
+
+def test_the_models_sampling_defaults_ride_along() -> None:
+    """A gateway holds no model files; it hears of them with the ids."""
+    answer = ask(generate(texts=["x"]))
+    assert isinstance(answer, Tokenized)
+    assert answer.sampling_defaults == FILES.sampling_defaults == SamplingDefaults()
+    recommended = SamplingDefaults(temperature=0.6, top_k=20)
+    core = TokenizerCore("tok-1", replace(FILES, sampling_defaults=recommended))
+    core.receive(generate(ids=[pack_ids([3])]), 0.0)
+    [(_, answer)] = core.outbox.take()
+    assert isinstance(answer, Tokenized)
+    assert answer.sampling_defaults == recommended
 
 
 def detokenize(ids: bytes, **fields: Any) -> Detokenize:

@@ -14,8 +14,10 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.tokenizer import Tokenizer, _from_parts
-from shared.model_files import BpeParts, byte_alphabet, default_model, read_model
+from services.tokenizer.encoders import from_bpe
+from services.tokenizer.tokenizer import Tokenizer
+from shared.model_files import BpeParts, default_model, read_model
+from shared.vocabulary import byte_alphabet
 
 _WORDS = regex.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -117,7 +119,7 @@ def test_a_qwen_vocabulary_has_the_ids_of_transformers(text):
     bpe = FILES.bpe
     control = frozenset(i for i in bpe.control if bpe.tokens[i] == "<|im_end|>")
     parts = BpeParts("qwen2", bpe.tokens, bpe.merges, control, frozenset())
-    ours = _from_parts(FILES.path, parts).encode(text, add_special_tokens=False).ids
+    ours = from_bpe(FILES.path, parts).encode(text, add_special_tokens=False).ids
     assert ours == QWEN.encode(text, add_special_tokens=False)
 
 

@@ -17,10 +17,10 @@ from shared.model_files import (
     BpeParts,
     ModelFileError,
     ModelFiles,
-    byte_alphabet,
     default_model,
     read_model,
 )
+from shared.vocabulary import byte_alphabet
 
 FILES = read_model(default_model())
 TOKENIZER = Tokenizer(FILES)

@@ -1,0 +1,1 @@
+"""Stored requests: a job, a log and its readers (ADR 5)."""

@@ -1,0 +1,121 @@
+"""What clients can do to a mesh: a request that breaks the engine, leaving, and not reading."""
+
+import asyncio
+import json
+import socket
+from urllib.parse import urlsplit
+
+from tests.chaos.nemesis import Field, NotInjected
+from tests.chaos.site import POISON
+from tests.chaos.workload import mixed, poison
+
+DEATHS_MAX = 3  # that one poison request may cost
+LEAVERS = 8
+LEAVE_S = 10.0  # for the gateways to notice
+CUT_S = 40.0  # for a gateway to give up a reader: its write timeout, and what fills the buffers
+
+
+class Poison:
+    """A request that does `kind` to the engine that runs it; it alone is to fail."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    async def inject(self, field: Field) -> str:
+        deaths = await _restarts(field)
+        faults = (await field.site.counters("gpu_worker"))["engine_legs_failed"]
+        await field.clients.ask(poison(self._kind, POISON[self._kind]))
+        deaths = await _restarts(field) - deaths
+        if self._kind == "crash":
+            if not 1 <= deaths <= DEATHS_MAX:
+                raise NotInjected(f"{deaths} workers died, not 1 to {DEATHS_MAX}")
+            return f"{deaths} workers died"
+        faults = (await field.site.counters("gpu_worker"))["engine_legs_failed"] - faults
+        if deaths or faults < 1:
+            raise NotInjected(f"{deaths} workers died, {faults} legs failed, not none and one")
+        return f"{faults} legs failed, no worker died"
+
+    async def heal(self) -> None:
+        """The request has ended."""
+
+
+class Leave:
+    """Many clients close their connections in the middle of their answers."""
+
+    async def inject(self, field: Field) -> str:
+        before = (await field.site.counters("gateway"))["end_cancelled"]
+        asks = [ask for ask in mixed(field.rng.getrandbits(32), 64) if ask.key.startswith("stops")]
+        await asyncio.gather(*(field.clients.ask(ask, leave_after=3) for ask in asks[:LEAVERS]))
+        try:
+            async with asyncio.timeout(LEAVE_S):
+                while True:
+                    now = (await field.site.counters("gateway"))["end_cancelled"]
+                    if now - before >= LEAVERS:
+                        return f"{now - before} requests cancelled"
+        except TimeoutError:
+            raise NotInjected(f"fewer than {LEAVERS} requests were cancelled") from None
+
+    async def heal(self) -> None:
+        """They are gone."""
+
+
+class Stall:
+    """A client that asks for megabytes and does not read them: its gateway cuts it off."""
+
+    async def inject(self, field: Field) -> str:
+        url = urlsplit(field.site.mesh.base_url)
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, (url.hostname, url.port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=4096)
+        try:
+            writer.write(stalling_request(url.netloc))
+            await writer.drain()
+            if b" 200 " not in await reader.readline():
+                raise NotInjected("the stalling client was refused")
+            # A limit of 4 KB: the reader stops the transport, the kernel's buffer fills, and so on.
+            await _cut_by_peer(sock)
+        finally:
+            writer.transport.abort()
+        return "its gateway cut the connection"
+
+    async def heal(self) -> None:
+        """It was cut off."""
+
+
+def stalling_request(host: str) -> bytes:
+    """Eight streams in one, each with the longest logprobs there are: some 10 KB a step."""
+    body = json.dumps(
+        {
+            "messages": [{"role": "user", "content": "Say a lot."}],
+            "n": 8,
+            "max_tokens": 400,
+            "temperature": 1,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "stream": True,
+            "ignore_eos": True,
+        }
+    ).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
+
+
+async def _cut_by_peer(sock: socket.socket) -> None:
+    """Wait for a reset without reading a byte: the kernel knows the state of the connection."""
+    try:
+        async with asyncio.timeout(CUT_S):
+            while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1:  # established
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise NotInjected(f"not cut off within {CUT_S:g} s") from None
+
+
+async def _restarts(field: Field) -> int:
+    """How often workers were started again."""
+    return sum(
+        process.restarts
+        for process in await field.site.status()
+        if process.name.startswith("gpu_worker")
+    )

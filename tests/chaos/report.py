@@ -1,0 +1,128 @@
+"""What rounds add up to: one row per fault and target."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.chaos.checker import Verdict
+from tests.chaos.runner import Round
+from tests.chaos.table import Experiment
+
+DIFFERENT = ("different", "foreign", "skipped", "truncated", "finish", "usage", "uncompared",
+             "unrefused", "after_end", "stray")  # fmt: skip
+HEAD = (
+    "fault", "target", "rounds", "requests", "lost", "duplicated", "different", "failed",
+    "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "",
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    """All rounds of one experiment."""
+
+    experiment: Experiment
+    rounds: list[Round]
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return [one.verdict for one in self.rounds]
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return sorted(gap for verdict in self.verdicts for gap in verdict.gaps_s)
+
+    def count(self, *rules: str) -> int:
+        return sum(verdict.count(*rules) for verdict in self.verdicts)
+
+    def ends(self) -> Counter[str]:
+        return sum((verdict.ends for verdict in self.verdicts), Counter())
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the promised gap was missed."""
+        bound = self.experiment.gap_p99_s
+        return bound is not None and bool(self.gaps_s) and quantile(self.gaps_s, 0.99) > bound
+
+    @property
+    def failed(self) -> bool:
+        return any(verdict.violations for verdict in self.verdicts) or self.too_slow
+
+    def cells(self) -> tuple[str, ...]:
+        gaps, ends = self.gaps_s, self.ends()
+        return (
+            self.experiment.fault,
+            self.experiment.target,
+            str(len(self.rounds)),
+            str(sum(verdict.requests for verdict in self.verdicts)),
+            str(self.count("lost")),
+            str(self.count("duplicated", "repeated")),
+            str(self.count(*DIFFERENT)),
+            str(ends["failed"] - self.count("untyped")),
+            str(ends["cut"] + self.count("untyped")),
+            str(self.count("silent")),
+            str(self.count("leaked")),
+            str(sum(one.redrives.total() for one in self.rounds)),
+            shown(gaps, 0.5),
+            shown(gaps, 0.99),
+            f"{shown(gaps, 1.0)} ({len(gaps)})",
+            self.word(),
+        )
+
+    def word(self) -> str:
+        if self.count("not_injected"):
+            return "NOT INJECTED"
+        if any(verdict.violations for verdict in self.verdicts):
+            return "FAILED"
+        return "SLOW" if self.too_slow else "ok"
+
+
+def rows(rounds: Iterable[Round]) -> list[Row]:
+    """By experiment, in the order in which they ran first."""
+    by_name: dict[str, Row] = {}
+    for one in rounds:
+        row = by_name.setdefault(one.experiment.name, Row(one.experiment, []))
+        row.rounds.append(one)
+    return list(by_name.values())
+
+
+def quantile(ordered: list[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def shown(gaps_s: list[float], share: float) -> str:
+    """Seconds, or a dash when no stream was under way."""
+    return f"{quantile(gaps_s, share):.2f}" if gaps_s else "-"
+
+
+def markdown(table: list[Row]) -> str:
+    """A table that reads well as text, too."""
+    lines = [HEAD, *(row.cells() for row in table)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    padded = ["| " + " | ".join(map(str.ljust, line, widths)).rstrip() + " |" for line in lines]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([padded[0], rule, *padded[1:]])
+
+
+def violations(one: Round, most: int = 5) -> list[str]:
+    """The first few violations of a round, a line each, and where its history lies."""
+    found = one.verdict.violations
+    lines = [f"  {v.rule}: {v.request} {v.detail}".rstrip() for v in found[:most]]
+    if len(found) > most:
+        lines.append(f"  … and {len(found) - most} more")
+    return [*lines, f"  history: {one.history}"] if found else []
+
+
+def document(table: list[Row], seed: int, engine: str, minutes: float) -> str:
+    """docs/chaos.md."""
+    requests = sum(verdict.requests for row in table for verdict in row.verdicts)
+    text = (Path(__file__).parent / "chaos.md").read_text()
+    return text.format(
+        seed=seed,
+        engine=engine,
+        minutes=f"{minutes:.0f}",
+        requests=f"{requests:,}",
+        rounds=sum(len(row.rounds) for row in table),
+        table=markdown(table),
+    )

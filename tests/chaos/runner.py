@@ -1,0 +1,149 @@
+"""Rounds: streams under way, a fault, its end, all requests ended, the mesh at rest, a verdict."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.chaos.checker import Calm, Verdict, answers, check
+from tests.chaos.history import AtRest, Healed, History, Injected
+from tests.chaos.nemesis import Field, NotInjected
+from tests.chaos.site import Held, Site
+from tests.chaos.table import Experiment
+from tests.chaos.workload import Clients, Lookups, mixed, streams
+
+LANES = 4  # of mixed requests beside the streams, one after the other
+LEAVES = 0.2  # share of mixed requests whose client leaves
+BEGIN_S = 30.0  # for all streams to have got something
+SPREAD_S = 0.8  # where in the streams the fault comes
+REST_S = 30.0
+
+
+class Load(NamedTuple):
+    """How much is asked."""
+
+    streams: int = 16
+    tokens: int = 250  # of each: five seconds, longer than any promised wait
+    mixed: int = 24  # different requests that the lanes choose from
+
+
+FULL = Load()
+
+
+class Round(NamedTuple):
+    """One fault, once."""
+
+    experiment: Experiment
+    number: int
+    history: Path
+    verdict: Verdict
+    redrives: Counter[str]  # by cause
+    seconds: float
+
+
+class Campaign:
+    """Rounds on one site, after a calm run that says what is right and what a rest looks like."""
+
+    def __init__(
+        self, site: Site, seed: int, folder: Path, load: Load = FULL, *, keep: bool = False
+    ) -> None:
+        """`keep`: histories of rounds without a violation, too."""
+        self._keep = keep
+        self.site = site
+        self._seed = seed
+        self._folder = folder
+        self._streams = streams(seed, load.streams, load.tokens)
+        self._mixed = mixed(seed, load.mixed)
+        self._calm: Calm = {}
+        self._baseline: dict[str, Held] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def calm(self) -> Verdict:
+        """Everything twice without a fault: the second answers must be those of the first."""
+        path = self._folder / "calm.jsonl"
+        path.unlink(missing_ok=True)
+        with History(path) as history:
+            clients = await self._clients(history)
+            for _ in range(2):
+                await asyncio.gather(*map(clients.ask, self._streams))
+                await asyncio.gather(*map(clients.ask, self._mixed))
+            await clients.close()
+            history.add(AtRest(leaks=await self.site.rest(None, REST_S)))
+            self._calm = answers(history.lines)
+            self._baseline = await self.site.held()
+            return check(history.lines, self._calm)
+
+    async def round(self, experiment: Experiment, number: int) -> Round:
+        """One fault under load."""
+        started = time.monotonic()
+        rng = random.Random(f"{self._seed}/{experiment.name}/{number}")
+        path = self._folder / f"{experiment.name}-{number}.jsonl".replace(" ", "_")
+        path.unlink(missing_ok=True)
+        before = await self.site.counters("gateway")
+        with History(path) as history:
+            clients = await self._clients(history)
+            try:
+                await self._under_load(experiment, Field(self.site, clients, rng), history)
+            finally:
+                await clients.close()
+            history.add(AtRest(leaks=await self.site.rest(self._baseline, REST_S)))
+            verdict = check(history.lines, self._calm, experiment.allowed)
+        after = await self.site.counters("gateway")
+        redrives = Counter(
+            {
+                name.removeprefix("redrive_"): count - before[name]
+                for name, count in after.items()
+                if name.startswith("redrive_") and count > before[name]
+            }
+        )
+        if not verdict.violations and not self._keep:
+            path.unlink()
+        return Round(experiment, number, path, verdict, redrives, time.monotonic() - started)
+
+    async def _under_load(self, experiment: Experiment, field: Field, history: History) -> None:
+        over = asyncio.Event()
+        load = [asyncio.create_task(field.clients.ask(ask)) for ask in self._streams]
+        load += [
+            asyncio.create_task(self._lane(field.clients, random.Random(field.rng.random()), over))
+            for _ in range(LANES)
+        ]
+        if experiment.lookups:
+            kv_tier = (await self.site.instances("kv_tier"))[0]
+            lookups = Lookups(self.site.bus, kv_tier, history)
+            load.append(asyncio.create_task(lookups.run(over)))
+        fault = experiment.make()
+        try:
+            await field.clients.wait_begun({ask.key for ask in self._streams}, BEGIN_S)
+            await asyncio.sleep(field.rng.uniform(0, SPREAD_S))
+            at = time.monotonic()
+            proof = await fault.inject(field)
+            history.add(
+                Injected(at=at, fault=experiment.fault, target=experiment.target, proof=proof)
+            )
+            await asyncio.sleep(experiment.hold_s)
+        except NotInjected as error:
+            history.add(Healed(fault=f"never there: {error}"))
+        finally:
+            await fault.heal()
+            history.add(Healed(fault=experiment.fault))
+            over.set()
+            await asyncio.gather(*load)
+
+    async def _lane(self, clients: Clients, rng: random.Random, over: asyncio.Event) -> None:
+        """One request after the other, also just after the fault; some clients leave early."""
+        while not over.is_set():
+            ask = rng.choice(self._mixed)
+            leaves = ask.way != "whole" and rng.random() < LEAVES
+            await clients.ask(ask, leave_after=rng.randint(1, 12) if leaves else None)
+        await clients.ask(rng.choice(self._mixed))
+
+    async def _clients(self, history: History) -> Clients:
+        mesh = self.site.mesh
+        return Clients(mesh.base_url, mesh.model, await self.site.outsider(), history)
+
+
+def unhealthy(verdict: Verdict) -> bool:
+    """Whether the next round needs a fresh cluster."""
+    return bool(verdict.count("leaked", "silent"))

@@ -1,0 +1,157 @@
+"""Which fault meets which target, how often, and what it may do to requests under way.
+
+Anything but a right answer is a violation, except what a row allows and says why.
+"""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from tests.chaos.checker import Allowed
+from tests.chaos.nats_proxy import Verb
+from tests.chaos.nemesis import Both, Fault, Kill, Pause
+from tests.chaos.nemesis_clients import Leave, Poison, Stall
+from tests.chaos.nemesis_net import Bad, Flush, Full, Messages, Reset
+
+MAIN_ROUNDS = 10  # of 16 streams: 160 waits
+GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable"}))
+"""A plain stream ends with the connection to its gateway; on the bus, silence says so."""
+
+
+class Experiment(NamedTuple):
+    """One row."""
+
+    fault: str
+    target: str
+    make: Callable[[], Fault]
+    hold_s: float = 0.0  # before it is healed
+    rounds: int = 2
+    allowed: Allowed = Allowed()
+    gap_p99_s: float | None = None  # the promise, where one is made
+    lookups: bool = False  # kv_tier lives and is asked all the time
+
+    @property
+    def name(self) -> str:
+        return f"{self.fault} {self.target}"
+
+
+def kills() -> list[Experiment]:
+    main = MAIN_ROUNDS
+    return [
+        Experiment("kill", "gpu_worker", lambda: Kill("gpu_worker"), 0, main, gap_p99_s=0.5),
+        Experiment("kill", "gpu_worker.io", lambda: Kill("gpu_worker.io"), 0, main, gap_p99_s=0.5),
+        Experiment("kill", "gpu_worker.engine", lambda: Kill("gpu_worker.engine"), 0, main,
+                   gap_p99_s=0.5),
+        Experiment("kill", "detokenizer", lambda: Kill("detokenizer"), 0, main, gap_p99_s=0.5),
+        Experiment("kill", "scheduler.leader", lambda: Kill("scheduler.leader"), 0, main,
+                   gap_p99_s=0.5),
+        Experiment("kill", "nats", lambda: Kill("nats"), 0, main, gap_p99_s=3.0),
+        Experiment("kill", "scheduler.standby", lambda: Kill("scheduler.standby"), gap_p99_s=0.5),
+        Experiment("kill", "tokenizer", lambda: Kill("tokenizer"), gap_p99_s=0.5),
+        Experiment("kill", "kv_tier", lambda: Kill("kv_tier"), gap_p99_s=0.5),
+        Experiment("kill", "redis", lambda: Kill("redis"), gap_p99_s=0.5, lookups=True),
+        Experiment("kill", "gateway", lambda: Kill("gateway"), allowed=GATEWAY_GONE),
+        Experiment("kill all", "gpu_worker", lambda: Kill("gpu_worker", everyone=True)),
+        Experiment("kill all", "detokenizer", lambda: Kill("detokenizer", everyone=True)),
+        Experiment("kill all", "scheduler", lambda: Kill("scheduler", everyone=True)),
+        Experiment("kill all", "tokenizer", lambda: Kill("tokenizer", everyone=True)),
+    ]  # fmt: skip
+
+
+def pauses() -> list[Experiment]:
+    main, hold = MAIN_ROUNDS, 4.0
+    return [
+        Experiment("pause", "gpu_worker", lambda: Pause("gpu_worker"), hold, main, gap_p99_s=1.5),
+        Experiment("pause", "gpu_worker.io", lambda: Pause("gpu_worker.io"), hold, gap_p99_s=1.5),
+        Experiment("pause", "gpu_worker.engine", lambda: Pause("gpu_worker.engine"), hold),
+        Experiment("pause", "detokenizer", lambda: Pause("detokenizer"), hold, gap_p99_s=1.5),
+        Experiment("pause", "scheduler.leader", lambda: Pause("scheduler.leader"), hold,
+                   gap_p99_s=0.5),
+        Experiment("pause", "scheduler.standby", lambda: Pause("scheduler.standby"), hold,
+                   gap_p99_s=0.5),
+        Experiment("pause", "tokenizer", lambda: Pause("tokenizer"), hold, gap_p99_s=0.5),
+        Experiment("pause", "kv_tier", lambda: Pause("kv_tier"), hold, gap_p99_s=0.5),
+        Experiment("pause", "redis", lambda: Pause("redis"), hold, gap_p99_s=0.5, lookups=True),
+        Experiment("pause", "gateway", lambda: Pause("gateway"), hold),
+        Experiment("pause", "nats", lambda: Pause("nats"), 2.0),
+        Experiment("pause all", "gpu_worker", lambda: Pause("gpu_worker", everyone=True), 3.0),
+    ]  # fmt: skip
+
+
+def restarts() -> list[Experiment]:
+    """SIGTERM: each drains, as in a rolling restart."""
+    roles = ("gateway", "tokenizer", "gpu_worker", "detokenizer", "kv_tier")
+    return [
+        Experiment(
+            "restart", role, lambda role=role: Kill(role, number=signal.SIGTERM, within_s=20)
+        )
+        for role in (*roles, "scheduler.leader", "nats", "redis")
+    ]
+
+
+def network() -> list[Experiment]:
+    both = ("sent", "received")
+    rows = [
+        Experiment("latency 50 ms", "nats", lambda: Bad("nats", latency_s=0.05), 3.0),
+        Experiment("blackhole", "nats", lambda: Bad("nats", held=both), 2.0),
+        Experiment("one way out", "nats", lambda: Bad("nats", held=("sent",)), 2.0),
+        Experiment("one way in", "nats", lambda: Bad("nats", held=("received",)), 2.0),
+        Experiment("reset", "nats", lambda: Reset("nats")),
+        Experiment("cut mid-frame", "nats", lambda: Bad("nats", cuts=8), 2.0),
+        Experiment("blackhole", "redis link", lambda: Bad("redis", held=both), 2.0, lookups=True),
+        Experiment(
+            "latency 50 ms", "redis link", lambda: Bad("redis", latency_s=0.05), 2.0, lookups=True
+        ),
+        Experiment("reset", "redis link", lambda: Reset("redis"), lookups=True),
+        Experiment("flush", "redis", Flush, lookups=True),
+        Experiment("full", "redis", Full, 2.0, lookups=True),
+    ]
+    for role in ("gateway", "scheduler", "gpu_worker", "detokenizer", "tokenizer"):
+        rows += [
+            Experiment(
+                "blackhole", f"{role} link", lambda r=role: Bad("nats", f"{r}-0", held=both), 3.0
+            ),
+            Experiment("reset", f"{role} link", lambda r=role: Reset("nats", f"{r}-0")),
+        ]
+    return rows
+
+
+def messages() -> list[Experiment]:
+    """On their way into one role's mailboxes, and heartbeats."""
+    shares: dict[Verb, float] = {"drop": 0.05, "duplicate": 0.3, "delay": 0.1, "reorder": 0.3}
+    roles = ("gateway", "tokenizer", "scheduler", "gpu_worker", "detokenizer", "beats")
+    rows = [
+        Experiment(verb, f"to {to}", partial(Messages, verb, to, share), 2.0)
+        for verb, share in shares.items()
+        for to in roles
+    ]
+    return [*rows, Experiment("drop", "beacons", partial(Messages, "drop", "beacons", 0.5), 3.0)]
+
+
+def clients() -> list[Experiment]:
+    return [
+        Experiment("poison: crash", "engine", lambda: Poison("crash"), rounds=3),
+        Experiment("poison: NaN", "engine", lambda: Poison("nan")),
+        Experiment("leave", "8 clients", Leave),
+        Experiment("stall", "a client", Stall),
+    ]
+
+
+def pairs() -> list[Experiment]:
+    """Two faults: an error is allowed if it is typed; silence and wrong text never are."""
+    typed = Allowed(codes=frozenset({"unavailable", "internal_error", "overloaded"}))
+    two = "gpu_worker + "
+    return [
+        Experiment("kill", two + "scheduler.leader",
+                   lambda: Both(Kill("gpu_worker"), Kill("scheduler.leader")), allowed=typed),
+        Experiment("kill", two + "gpu_worker, in its re-drive",
+                   lambda: Both(Kill("gpu_worker"), Kill("gpu_worker"), 0.03), allowed=typed),
+        Experiment("pause + kill", two + "nats",
+                   lambda: Both(Pause("gpu_worker"), Kill("nats"), 0.2), 4.0, allowed=typed),
+    ]  # fmt: skip
+
+
+def table() -> list[Experiment]:
+    """Every row."""
+    return [*kills(), *pauses(), *restarts(), *network(), *messages(), *clients(), *pairs()]

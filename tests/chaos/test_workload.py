@@ -1,0 +1,129 @@
+"""Clients write down what they see, whatever a server does to them; what they ask is a function of
+the seed.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from deploy.servers import Server
+from shared.nats_bus import NatsBus
+from tests.chaos.history import Asked, Ended, History, How, Told, Used
+from tests.chaos.workload import Ask, Clients, mixed, streams
+
+CHUNK = '{"choices":[{"index":0,"text":" word","finish_reason":%s,"logprobs":null}]}'
+GOING, LAST = CHUNK % "null", CHUNK % '"stop"'
+USAGE = '{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}'
+ERROR = '{"error":{"message":"no worker","type":"server_error","code":"unavailable"}}'
+DONE = "[DONE]"
+
+
+def test_the_same_seed_asks_the_same() -> None:
+    """A run can be replayed; another seed asks something else."""
+    assert streams(7, 6, 50) == streams(7, 6, 50) != streams(8, 6, 50)
+    assert mixed(7, 12) == mixed(7, 12) != mixed(8, 12)
+    asks = [*streams(7, 6, 50), *mixed(7, 12)]
+    assert len({ask.key for ask in asks}) == len(asks)
+    assert {ask.way for ask in asks} == {"stream", "whole", "bus"}
+    assert all("seed" in ask.body for ask in asks), "or an answer is not a function of its request"
+
+
+class Bench:
+    """Clients of a server that says `events` and then closes, or hangs."""
+
+    def __init__(self, history: History) -> None:
+        self._history = history
+        self.clients: Clients | None = None
+        self.events: list[str] = []
+        self.status = 200
+        self.hangs = False
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        if self.status != 200:
+            return web.Response(status=self.status, text=self.events[0])
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in self.events:
+            await response.write(f": ping\n\ndata: {event}\n\n".encode())
+        if self.hangs:
+            await asyncio.Event().wait()
+        return response
+
+    async def ask(self, *, leave_after: int | None = None) -> Ended:
+        """One stream to its end."""
+        ask = Ask("key", "stream", "completions", {"prompt": "x"})
+        assert self.clients is not None
+        await self.clients.ask(ask, leave_after=leave_after)
+        asked, *told, ended = self._history.lines
+        assert isinstance(asked, Asked)
+        assert isinstance(ended, Ended)
+        assert all(isinstance(line, Told | Used) for line in told)
+        return ended
+
+    @property
+    def told(self) -> list[Told]:
+        return [line for line in self._history.lines if isinstance(line, Told)]
+
+
+@pytest.fixture
+async def bench(nats_server: Server, tmp_path: Path) -> AsyncIterator[Bench]:
+    server = nats_server
+    async with contextlib.AsyncExitStack() as stack:
+        bench = Bench(stack.enter_context(History(tmp_path / "history.jsonl")))
+        app = web.Application()
+        app.add_routes([web.post("/v1/completions", bench.serve)])
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        bus = await NatsBus.connect(server.url, server.user, server.password, name="clients")
+        bench.clients = Clients(url, "m", bus, bench._history, patience_s=0.5)
+        stack.push_async_callback(bench.clients.close)
+        yield bench
+
+
+@pytest.mark.parametrize(
+    ("events", "how", "code"),
+    [
+        ([GOING, LAST, USAGE, DONE], "finished", ""),
+        ([GOING, LAST, USAGE], "cut", ""),
+        ([], "cut", ""),
+        ([GOING, ERROR, DONE], "failed", "unavailable"),
+        ([GOING, '{"error":{}}', DONE], "failed", ""),
+        ([GOING, "<html>", DONE], "failed", ""),
+        ([LAST, DONE, GOING], "failed", ""),
+        ([LAST, DONE, DONE], "failed", ""),
+    ],
+)
+async def test_how_a_stream_ended(bench: Bench, events: list[str], how: How, code: str) -> None:
+    """An end without a shape, and whatever follows the end, is a failure without a code."""
+    bench.events = events
+    ended = await bench.ask()
+    assert (ended.how, ended.code) == (how, code)
+    assert len(bench.told) == sum(event in (GOING, LAST) for event in events[:2])
+
+
+@pytest.mark.parametrize(("body", "code"), [(ERROR, "unavailable"), ("<html>", "")])
+async def test_a_refusal_has_a_shape_or_no_code(bench: Bench, body: str, code: str) -> None:
+    bench.status, bench.events = 503, [body]
+    ended = await bench.ask()
+    assert (ended.how, ended.code) == ("failed", code)
+
+
+async def test_silence_is_told_from_a_cut(bench: Bench) -> None:
+    """What came before is kept."""
+    bench.events, bench.hangs = [GOING], True
+    assert (await bench.ask()).how == "silent"
+    assert len(bench.told) == 1
+
+
+async def test_a_client_that_leaves_has_cancelled(bench: Bench) -> None:
+    bench.events, bench.hangs = [GOING, GOING, GOING], True
+    assert (await bench.ask(leave_after=2)).how == "cancelled"
+    assert len(bench.told) == 2

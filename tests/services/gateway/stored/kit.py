@@ -1,0 +1,43 @@
+"""What tests of stored requests share."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from services.gateway.stored.events import Event, Submitted, encode_event
+from services.gateway.stored.store import Logged, Store
+from shared.subjects import stored
+
+R = "r" * 32
+
+
+@contextlib.asynccontextmanager
+async def keeping(store: Store) -> AsyncIterator[None]:
+    """`store.keep()` runs inside."""
+    task = asyncio.create_task(store.keep())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def submitted(tenant: str = "t", body: bytes = b'{"a":1}', timeout_s: float = 60.0) -> Submitted:
+    return Submitted(
+        tenant=tenant, endpoint="chat", body=body, created=time.time(), timeout_s=timeout_s
+    )
+
+
+async def put(store: Store, *events: Event, request_id: str = R) -> int:
+    """Append `events` to the log, whatever it holds; the sequence of the last."""
+    entries = await store.jetstream.read("stored", stored(request_id))
+    last = entries[-1].seq if entries else 0
+    for event in events:
+        last = await store.jetstream.append(stored(request_id), encode_event(event), last)
+    return last
+
+
+async def follow(store: Store, tenant: str = "t", request_id: str = R) -> list[Logged]:
+    """The whole log, once it has ended."""
+    return [logged async for logged in store.follow(request_id, tenant)]
