@@ -99,9 +99,17 @@ class Step(ctypes.Structure):
     """`Step` of step.cpp."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("rows", "spans", "sampled", "pages_max")),
-        *((name, _POINTER) for name in ("ids", "span", "tables", "sampled_rows")),
-        *((name, _POINTER) for name in ("logits", "best", "sound")),
+        *((name, ctypes.c_int32) for name in ("rows", "spans", "pages_max")),
+        *((name, _POINTER) for name in ("ids", "span", "tables")),
+    ]
+
+
+class Logits(ctypes.Structure):
+    """`Logits` of step.cpp."""
+
+    _fields_ = [
+        ("rows", ctypes.c_int32),
+        *((name, _POINTER) for name in ("of", "values", "best", "sound")),
     ]
 
 
@@ -117,8 +125,10 @@ def library(architecture: str = "native") -> ctypes.CDLL:
         raise BuildError(f"the system does not lend the matrix unit: {os.strerror(refused)}")
     lib.shoal_open.restype = ctypes.c_void_p
     lib.shoal_open.argtypes = [ctypes.POINTER(Model), ctypes.c_int]
-    lib.shoal_step.restype = None
-    lib.shoal_step.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
+    lib.shoal_forward.restype = None
+    lib.shoal_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
+    lib.shoal_logits.restype = None
+    lib.shoal_logits.argtypes = [ctypes.c_void_p, ctypes.POINTER(Logits)]
     lib.shoal_seconds.restype = None
     lib.shoal_seconds.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]
     lib.shoal_linear.argtypes = [ctypes.POINTER(Matrix), _POINTER, ctypes.c_int, _POINTER]

@@ -59,14 +59,18 @@ struct Span {      // consecutive tokens of one sequence
 };
 
 struct Step {
-  int32_t rows, spans, sampled, pages_max;
-  const int32_t* ids;            // [rows]
-  const Span* span;              // [spans]
+  int32_t rows, spans, pages_max;
+  const int32_t* ids;     // [rows]
+  const Span* span;       // [spans]
   const int32_t* tables;
-  const int32_t* sampled_rows;   // [sampled]
-  float* logits;                 // [sampled][vocab], or null
-  int32_t* best;                 // [sampled]: the first of the largest logits
-  uint8_t* sound;                // [sampled]: no NaN, no infinity
+};
+
+struct Logits {           // of some rows of the last step
+  int32_t rows;
+  const int32_t* of;      // [rows]: which
+  float* values;          // [rows][vocab, padded]
+  int32_t* best;          // [rows]: the first of the largest
+  uint8_t* sound;         // [rows]: no NaN, no infinity
 };
 
 namespace {
@@ -107,12 +111,25 @@ class Decoder {
     for (int i = 0; i < model.num_layers; i++) layers_.push_back(model.layers[i]);
   }
 
-  void run(const Step& step) {
+  void forward(const Step& step) {
     step_ = &step;
     prepare();
-    const std::function<void(int)> work = [this](int rank) { forward(rank); };
-    team_.run(work);
+    clock_ = std::chrono::steady_clock::now();
+    team_.run([this](int rank) { layers(rank); });
+    step_ = nullptr;
+  }
+
+  void logits(const Logits& asked) {
+    asked_ = &asked;
+    const int tasks = parts(m_.head);
+    room_for_rows(asked.rows);
+    best_.resize(size_t(asked.rows) * tasks);
+    parts_[0].share(asked.rows, team_.size());
+    parts_[1].share(tasks, team_.size());
+    clock_ = std::chrono::steady_clock::now();
+    team_.run([this](int rank) { head(rank); });
     judge();
+    asked_ = nullptr;
   }
 
   double seconds[PHASES] = {};
@@ -133,20 +150,15 @@ class Decoder {
 
   void prepare() {
     const Step& s = *step_;
-    const size_t rows = (std::max(s.rows, s.sampled) + 31) / 32 * 32;
-    const int qkv = layers_.empty() ? 0 : layers_[0].qkv.out;
+    const size_t rows = room_for_rows(s.rows);
     hidden_.room(rows * m_.hidden_padded);
-    wide_.room(rows * std::max({qkv, 2 * m_.inner_padded, m_.hidden_padded}));
+    wide_.room(rows * std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded}));
     queries_.room(rows * m_.heads * m_.dims_padded);
     attended_.room(rows * m_.heads * m_.dims_padded);
-    const size_t widest = std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)});
-    bytes_.room(rows * widest);
-    scales_.room(rows * (widest / 64));
     places_.resize(s.rows);
     for (int i = 0; i < s.spans; i++)
       for (int r = 0; r < s.span[i].rows; r++) places_[s.span[i].row + r] = i;
     plan_attention();
-    best_.resize(size_t(s.sampled) * parts(m_.head));
     for (int layer = 0; layer < m_.num_layers; layer++) {
       const Layer& l = layers_[layer];
       for (int phase = 0; phase < HEAD; phase++) part(layer, phase).share(s.rows, team_.size());
@@ -156,9 +168,20 @@ class Decoder {
       part(layer, GATE_UP).share(parts(l.gate_up), team_.size());
       part(layer, DOWN).share(parts(l.down), team_.size());
     }
-    part(m_.num_layers, 0).share(s.sampled, team_.size());
-    part(m_.num_layers, 1).share(parts(m_.head), team_.size());
-    clock_ = std::chrono::steady_clock::now();
+    part(m_.num_layers, NORM).share(s.rows, team_.size());
+  }
+
+  // Activations of `count` rows, and of as many more as the matrix unit fills up.
+  size_t room_for_rows(int count) {
+    const size_t rows = (count + 31) / 32 * 32;
+    bytes_.room(rows * widest());
+    scales_.room(rows * (widest() / 64));
+    for (Own& own : own_) own.row.room(widest());
+    return rows;
+  }
+
+  int widest() const {
+    return std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)});
   }
 
   // Tiles of tokens, spread over the threads so that each gets long and short ones.
@@ -181,34 +204,31 @@ class Decoder {
     for (Own& own : own_) {
       own.scores.room(tile * group() * tokens);
       own.weights.room(tile * group() * tokens);
-      own.row.room(std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)}));
     }
   }
 
   void judge() {
-    const Step& s = *step_;
     const int count = parts(m_.head);
-    for (int row = 0; row < s.sampled; row++) {
+    for (int row = 0; row < asked_->rows; row++) {
       Best best = best_[size_t(row) * count];
       for (int i = 1; i < count; i++) {
         const Best& other = best_[size_t(row) * count + i];
         best.sound &= other.sound;
         if (other.value > best.value) best.value = other.value, best.id = other.id;
       }
-      s.best[row] = best.id;
-      s.sound[row] = best.sound;
+      asked_->best[row] = best.id;
+      asked_->sound[row] = best.sound;
     }
   }
 
-  // --- the step: on every thread ---
+  // --- on every thread ---
 
-  void forward(int rank) {
-    const Step& s = *step_;
+  void layers(int rank) {
     for (int i = 0; i < m_.num_layers; i++) {
       const Layer& l = layers_[i];
       each(i, NORM, rank, [&](int row) {
         if (i == 0) embed(row);
-        else if (layers_[i - 1].mlp_post_norm) add_normalized(row, layers_[i - 1].mlp_post_norm, rank);
+        else if (layers_[i - 1].mlp_post_norm) add_normalized(row, layers_[i - 1].mlp_post_norm);
         normalize(hidden(row), l.attention_norm, row, l.qkv, rank);
       });
       multiply(i, QKV, rank, l.qkv, wide_.get(), l.qkv.out, false);
@@ -217,38 +237,39 @@ class Decoder {
       each(i, OUT_INPUT, rank, [&](int row) { gather(row, l.attention_out, rank); });
       multiply_into_hidden(i, OUT, rank, l.attention_out, l.attention_post_norm);
       each(i, MLP_INPUT, rank, [&](int row) {
-        if (l.attention_post_norm) add_normalized(row, l.attention_post_norm, rank);
+        if (l.attention_post_norm) add_normalized(row, l.attention_post_norm);
         normalize(hidden(row), l.mlp_norm, row, l.gate_up, rank);
       });
       multiply(i, GATE_UP, rank, l.gate_up, wide_.get(), l.gate_up.out, false);
       each(i, GATED, rank, [&](int row) { gate(row, l.down, rank); });
       multiply_into_hidden(i, DOWN, rank, l.down, l.mlp_post_norm);
     }
-    if (s.sampled) sample(rank);
+    if (const float* gain = layers_.back().mlp_post_norm)
+      each(m_.num_layers, NORM, rank, [&](int row) { add_normalized(row, gain); });
+    leave();
+  }
+
+  void head(int rank) {
+    const Logits& l = *asked_;
+    run_parts(parts_[0], rank, HEAD, [&](int i) { normalize(hidden(l.of[i]), m_.norm, i, m_.head, rank); });
+    const Activations x = activations(m_.head);
+    run_parts(parts_[1], rank, HEAD, [&](int task) {
+      product(m_.head, task * PART, x, l.rows, {l.values, size_t(m_.head.out), false});
+      for (int row = 0; row < l.rows; row++)
+        best_[size_t(row) * parts(m_.head) + task] = best_of(row, task);
+    });
+    leave();
+  }
+
+  static void leave() {
 #ifdef __AMX_INT8__
     _tile_release();  // the kernel need not save it when it switches threads
 #endif
   }
 
-  void sample(int rank) {
-    const Step& s = *step_;
-    const float* last_norm = m_.num_layers ? layers_.back().mlp_post_norm : nullptr;
-    run_parts(part(m_.num_layers, 0), rank, HEAD, [&](int i) {
-      const int row = s.sampled_rows[i];
-      if (last_norm) add_normalized(row, last_norm, rank);
-      normalize(hidden(row), m_.norm, i, m_.head, rank);
-    });
-    const Activations x = activations(m_.head);
-    run_parts(part(m_.num_layers, 1), rank, HEAD, [&](int task) {
-      product(m_.head, task * PART, x, s.sampled, {s.logits, size_t(m_.head.out), false});
-      for (int row = 0; row < s.sampled; row++)
-        best_[size_t(row) * parts(m_.head) + task] = best_of(row, task);
-    });
-  }
-
   Best best_of(int row, int task) {
     const int begin = task * PART * PANEL, end = std::min(begin + PART * PANEL, m_.vocab);
-    float* logits = step_->logits + size_t(row) * m_.head.out;
+    float* logits = asked_->values + size_t(row) * m_.head.out;
     Best best = {-INFINITY, begin, true};
     for (int i = begin; i < end; i++) {
       if (m_.logits_cap > 0.0f) logits[i] = m_.logits_cap * std::tanh(logits[i] / m_.logits_cap);
@@ -296,7 +317,7 @@ class Decoder {
     return {bytes_.get(), scales_.get(), size_t(w.in), size_t(w.in / w.group)};
   }
 
-  void add_normalized(int row, const float* gain, int) {
+  void add_normalized(int row, const float* gain) {
     const float* x = wide_.get() + size_t(row) * m_.hidden_padded;
     const float scale = inverse_rms(x, m_.hidden, m_.hidden_padded, m_.eps);
     float* y = hidden(row);
@@ -439,7 +460,8 @@ class Decoder {
   Team team_;
   std::vector<Parts> parts_;
   std::vector<Own> own_;
-  const Step* step_ = nullptr;
+  const Step* step_ = nullptr;    // of the call that runs
+  const Logits* asked_ = nullptr;
   std::vector<int> places_;  // row -> its span
   std::vector<Task> tasks_;
   std::vector<Best> best_;  // [sampled][parts of the head]
@@ -465,7 +487,9 @@ int shoal_begin() {
 
 void* shoal_open(const Model* model, int threads) { return new Decoder(*model, threads); }
 
-void shoal_step(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->run(*step); }
+void shoal_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }
+
+void shoal_logits(void* decoder, const Logits* asked) { static_cast<Decoder*>(decoder)->logits(*asked); }
 
 void shoal_seconds(void* decoder, double* seconds) {
   std::memcpy(seconds, static_cast<Decoder*>(decoder)->seconds, sizeof Decoder::seconds);

@@ -67,8 +67,8 @@ class FusedDecoder:
             self._library.shoal_close(self._handle)
             self._handle = None
 
-    def step(self, spans: list[Span], wanted: list[int]) -> Logits:
-        """Compute all rows, spans one after the other; logits of the rows `wanted`."""
+    def forward(self, spans: list[Span]) -> None:
+        """Compute all rows, spans one after the other, and store their K and V."""
         ids: list[int] = []
         places: list[int] = []
         tables: list[int] = []
@@ -76,31 +76,27 @@ class FusedDecoder:
             places += (len(ids), len(span.ids), span.position, len(tables))
             ids += span.ids
             tables += span.blocks
-        numbers = torch.tensor([*ids, *places, *tables, *wanted], dtype=torch.int32)
-        at_ids, at_places, at_tables, at_wanted = (
-            numbers.data_ptr() + 4 * offset
-            for offset in (0, len(ids), len(ids) + len(places), len(numbers) - len(wanted))
+        numbers = torch.tensor([*ids, *places, *tables], dtype=torch.int32)
+        address = numbers.data_ptr()
+        step = c.Step(
+            rows=len(ids),
+            spans=len(spans),
+            pages_max=max(len(span.blocks) for span in spans),
+            ids=address,
+            span=address + 4 * len(ids),
+            tables=address + 4 * (len(ids) + len(places)),
         )
-        logits = torch.empty(len(wanted), padded(self.config.vocab_size, PANEL))
-        best = torch.empty(len(wanted), dtype=torch.int32)
-        sound = torch.empty(len(wanted), dtype=torch.bool)
-        self._library.shoal_step(
-            self._handle,
-            c.Step(
-                rows=len(ids),
-                spans=len(spans),
-                sampled=len(wanted),
-                pages_max=max(len(span.blocks) for span in spans),
-                ids=at_ids,
-                span=at_places,
-                tables=at_tables,
-                sampled_rows=at_wanted,
-                logits=logits.data_ptr(),
-                best=best.data_ptr(),
-                sound=sound.data_ptr(),
-            ),
-        )
-        return Logits(logits[:, : self.config.vocab_size], best, sound)
+        self._library.shoal_forward(self._handle, step)
+
+    def logits(self, rows: list[int]) -> Logits:
+        """Of these rows of the last `forward`."""
+        numbers = torch.tensor(rows, dtype=torch.int32)
+        values = torch.empty(len(rows), padded(self.config.vocab_size, PANEL))
+        best = torch.empty(len(rows), dtype=torch.int32)
+        sound = torch.empty(len(rows), dtype=torch.bool)
+        addresses = [tensor.data_ptr() for tensor in (numbers, values, best, sound)]
+        self._library.shoal_logits(self._handle, c.Logits(len(rows), *addresses))
+        return Logits(values[:, : self.config.vocab_size], best, sound)
 
     def seconds(self) -> dict[str, float]:
         """Time spent in each phase since the start."""

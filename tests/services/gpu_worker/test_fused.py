@@ -1,0 +1,87 @@
+"""The compiled step against the decoder in torch, for every family."""
+
+import pytest
+import torch
+
+from services.gpu_worker.loader import load_model
+from services.gpu_worker.models.fused import FusedDecoder, Span
+from tests.services.gpu_worker.tiny_families import CASES, VOCAB, reference, reference_logits
+
+IDS = [(7 * i * i + 3 * i + 1) % VOCAB for i in range(150)]
+BLOCKS = [*range(30, 20, -1)]
+OTHERS = [Span([5] * 20, 0, [0, 1]), Span([7], 0, [2])]
+
+
+@pytest.fixture(scope="module", params=[*CASES])
+def pair(request, tmp_path_factory):
+    """A reference, and the compiled step over the directory that it wrote."""
+    model = reference(request.param)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    config, weights = load_model(folder, torch.float32)
+    fused = FusedDecoder(config, weights, 300, 40, num_threads=2)
+    yield model, fused
+    fused.close()
+
+
+@pytest.fixture(scope="module")
+def whole(pair):
+    """Logits of every position of `IDS`, computed in one piece."""
+    return computed(pair[1], [len(IDS)])
+
+
+def computed(fused, chunks, before=(), after=()):
+    """Logits of `IDS` in chunks of these sizes, each among other sequences."""
+    found, position = [], 0
+    for size in chunks:
+        span = Span(IDS[position : position + size], position, BLOCKS)
+        fused.forward([*before, span, *after])
+        first = sum(len(other.ids) for other in before)
+        found.append(fused.logits([*range(first, first + len(span.ids))]).values.clone())
+        position += size
+    return torch.cat(found)
+
+
+def test_logits_are_near_those_of_transformers(pair, whole):
+    """What 8 bits of weights and activations cost a random model, whose logits are all noise."""
+    expected = reference_logits(pair[0], IDS)
+    off = (whole - expected).square().mean().sqrt() / expected.std()
+    assert off < 0.08
+    assert (whole.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("chunks", "before", "after"),
+    [
+        ([150], OTHERS, OTHERS[:1]),
+        ([1] * 150, (), ()),
+        ([64, 64, 22], OTHERS[1:], ()),
+        ([13, 1, 40, 1, 95], (), OTHERS),
+    ],
+)
+def test_a_sequence_is_bitwise_what_it_is_alone(pair, whole, chunks, before, after):
+    """Whatever the chunks and the company."""
+    assert torch.equal(computed(pair[1], chunks, before, after), whole)
+
+
+def test_what_it_says_of_logits_is_so(pair):
+    """The best id, and that all are finite."""
+    fused = pair[1]
+    fused.forward([Span(IDS, 0, BLOCKS)])
+    logits = fused.logits([*range(len(IDS))])
+    assert torch.equal(logits.best, logits.values.argmax(-1).int())
+    assert logits.sound.all()
+    assert torch.equal(fused.logits([7]).values[0], logits.values[7])
+
+
+def test_a_broken_block_spoils_its_own_sequence_only(pair):
+    """NaN in a block shows in the logits of who sees it, as a fault and not as a number."""
+    fused = pair[1]
+    fused.forward(OTHERS)
+    sound = fused.logits([len(OTHERS[0].ids)]).values.clone()
+    fused.pool[0] = float("nan")
+    fused.forward([Span([5], 19, [0, 1]), OTHERS[1]])
+    logits = fused.logits([0, 1])
+    assert logits.sound.tolist() == [False, True]
+    assert torch.equal(logits.values[1:], sound)
+    fused.pool[0] = 0
