@@ -149,7 +149,8 @@ class Edge:
         self.meter = meter
         self.model = launch.model_name
         self.keys = Keys(config.api_keys)
-        self.draining = False
+        self.draining = False  # no new connection is taken; what comes on the open ones is served
+        self._closed = False
         self.started = int(time.time())
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
@@ -253,10 +254,10 @@ class Edge:
             self._large_bytes -= large
 
     def open(self, checked: Checked) -> Open:
-        """Open a session; use as a context manager. Raises `Unavailable` while draining, and
+        """Open a session; use as a context manager. Raises `Unavailable` after the drain, and
         `Overloaded` while others hold what this one would need.
         """
-        if self.draining:
+        if self._closed:
             raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
         entries = prompt_entries(checked.spec)
         if self._prompt_logprobs + entries > self.config.prompt_logprobs_max:
@@ -287,7 +288,8 @@ class Edge:
         self.parts.flush()
 
     def fail_all(self, error: MeshError) -> None:
-        """Tell every reader that its request ends here."""
+        """Tell every reader that its request ends here, and take no other."""
+        self._closed = True
         for request in list(self._open.values()):
             request.fail(error)
 

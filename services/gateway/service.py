@@ -25,6 +25,7 @@ from shared.messages import Beat, ToGateway
 from shared.process import run_service
 from shared.subjects import DIED, beacon, beat
 
+LINGER_S = 0.25  # for the request of a connection that was taken, or used, just before
 LAST_WORDS_S = 1.0  # for readers that are told that their stream ends here
 
 
@@ -112,7 +113,11 @@ class Gateway(Actor):
         self.edge.draining = True
         await self.http.stop_listening()
         await self.bus_edge.stop_listening()
-        await self.edge.idle.wait()
+        seen = -1
+        while seen != self.http.requests:
+            seen = self.http.requests
+            await asyncio.sleep(LINGER_S)
+            await self.edge.idle.wait()
 
     async def last_words(self) -> None:
         self.edge.fail_all(Unavailable("This gateway is stopping.", retry_after_s=1.0))
