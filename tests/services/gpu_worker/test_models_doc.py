@@ -41,9 +41,11 @@ directories are read.
 
 ## Not read, and refused by name
 
-Mixtures of experts; Gemma 3 with images (`model_type` `gemma3`); rope scaling `dynamic`; in GGUF
-also `yarn` and `longrope`. LongRoPE models serve the length of their first training, since past it
-the frequencies of keys already cached would change.
+Mixtures of experts; Gemma 3 with images (`model_type` `gemma3`); pickled weights (`.bin`, `.pt`);
+GGUF files in several parts. Models with rope scaling `longrope` or `dynamic` serve the length of
+their first training, since past it the frequencies of keys already cached would change. A Mistral
+or Qwen GGUF has a sliding window only if the file names one (Mistral) or never (Qwen): the usual
+converter writes none.
 """
 
 
