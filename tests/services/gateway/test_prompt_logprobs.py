@@ -1,10 +1,13 @@
 """Log probabilities of a prompt: asked for once, delivered once, shown as OpenAI and vLLM do."""
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from services.gateway.events import Delta, SessionEnd
 from services.gateway.openai.answer import answer
@@ -235,6 +238,19 @@ def test_a_prompts_tokens_are_found_in_its_text(
 ) -> None:
     """Also where a vocabulary adds a begin token or a space, cuts characters, or normalizes."""
     assert prompt_offsets(tokens(*pieces), text) == offsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab \u00e9\u20ac\U0001f600", max_size=20), st.data())
+def test_however_a_text_is_cut_its_tokens_are_found(text: str, data: st.DataObject) -> None:
+    """Tokens are bytes: each begins after the characters that are whole before it."""
+    raw = text.encode()
+    cuts = data.draw(st.lists(st.integers(0, len(raw)), max_size=8).map(sorted))
+    edges = [0, *cuts, len(raw)]
+    pieces = [raw[start:end] for start, end in pairwise(edges)]
+    expected = [len(raw[:start].decode(errors="ignore")) for start in edges[:-1]]
+    assert prompt_offsets(tokens(*pieces), text) == expected
+    assert prompt_offsets(tokens(b"<s>", *pieces), text) == [0, *expected]
 
 
 def test_offsets_of_an_answer_count_characters_not_tokens() -> None:
