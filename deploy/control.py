@@ -96,7 +96,7 @@ async def serve(run_dir: Path, handle: Handler) -> asyncio.Server:
             except msgspec.MsgspecError as error:
                 reply = Answer(error=f"Not a command: {error}.")
             else:
-                reply = await _at_it(handle, command, writer)
+                reply = await _at_it(handle, command, reader, writer)
             writer.write(msgspec.json.encode(reply) + b"\n")
             await writer.drain()
             await reader.read()  # until they close
@@ -109,20 +109,22 @@ async def serve(run_dir: Path, handle: Handler) -> asyncio.Server:
     return await asyncio.start_unix_server(answer, sock=listener, limit=LINE_MAX)
 
 
-async def _at_it(handle: Handler, command: Command, writer: asyncio.StreamWriter) -> Answer:
+async def _at_it(
+    handle: Handler, command: Command, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> Answer:
     """The answer of `handle`; what it tells goes out at once. When the asker has gone, telling
     raises `ConnectionError`.
     """
 
     def tell(note: str) -> None:
-        if writer.is_closing():
+        if reader.at_eof():
             raise ConnectionResetError("nobody listens any more")
         writer.write(msgspec.json.encode(Answer(note=note)) + b"\n")
 
     work = asyncio.ensure_future(handle(command, tell))
     while not work.done():
         await asyncio.wait({work}, timeout=AT_IT_S)
-        if not work.done() and not writer.is_closing():
+        if not work.done() and not reader.at_eof():
             writer.write(b"\n")
     return work.result()
 

@@ -8,6 +8,7 @@ by the name of the key or tensor that is broken.
 import math
 import mmap
 import struct
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_DEPTH = 2  # arrays of arrays
+_MAX_ITEMS = 1 << 23  # of an array; the largest vocabularies have 3 * 10^5 tokens
+_MAX_STRING_BYTES = 1 << 26
 
 _SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))  # struct codes
 _STRING, _ARRAY = 8, 9
@@ -89,11 +92,25 @@ class _Cursor:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
     def string(self) -> str:
-        raw = self.take(self.scalar("Q"))
+        size = self.scalar("Q")
+        if size > _MAX_STRING_BYTES:
+            raise self.error(f"a string of {size} bytes, more than {_MAX_STRING_BYTES}")
+        raw = self.take(size)
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
             raise self.error(f"not UTF-8: {error}") from error
+
+    def name(self, what: str, taken: Container[str]) -> str:
+        """The name of the next key or tensor, which errors name from then on."""
+        self.what = what
+        name = self.string()
+        if not name:
+            raise self.error("has no name")
+        self.what = name
+        if name in taken:
+            raise self.error("named twice")
+        return name
 
     def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
@@ -103,17 +120,19 @@ class _Cursor:
         if kind != _ARRAY or depth == _MAX_DEPTH:
             raise self.error(f"unknown value type {kind}")
         item, count = self.scalar("I"), self.scalar("Q")
+        if count > _MAX_ITEMS:
+            raise self.error(f"an array of {count} items, more than {_MAX_ITEMS}")
         if item in _SCALARS:
             raw = self.take(count * struct.calcsize("<" + _SCALARS[item]))
             return list(struct.unpack(f"<{count}{_SCALARS[item]}", raw))
-        if count > len(self.data) - self.at:  # an item is at least a byte
-            raise self.error(f"truncated: {count} items announced")
         return [self.value(item, depth + 1) for _ in range(count)]
 
 
 def read_gguf(file: Path) -> GgufHead:
     """The head of `file`. Raises `ModelFileError`; reads no weights, but knows where they end."""
     try:
+        if not file.is_file():  # opening a pipe would wait for a writer
+            raise ModelFileError(file, "file", "missing, or no regular file")
         with file.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
@@ -132,27 +151,39 @@ def _read_head(cursor: _Cursor) -> GgufHead:
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for number in range(num_keys):
-        cursor.what = f"key {number} of {num_keys}"
-        cursor.what = key = cursor.string()
+        key = cursor.name(f"key {number} of {num_keys}", metadata)
         metadata[key] = cursor.value(cursor.scalar("I"))
     places: dict[str, TensorInfo] = {}
     for number in range(num_tensors):
-        cursor.what = f"tensor {number} of {num_tensors}"
-        cursor.what = name = cursor.string()
+        name = cursor.name(f"tensor {number} of {num_tensors}", places)
         dims = cursor.scalar("I")
         if dims > _MAX_DIMS:
             raise cursor.error(f"{dims} dimensions")
         shape = tuple(cursor.scalar("Q") for _ in range(dims))[::-1]  # GGUF: innermost first
         places[name] = TensorInfo(shape, cursor.scalar("I"), cursor.scalar("Q"))
-    alignment = metadata.get("general.alignment", 32)
+    return GgufHead(metadata, _placed(cursor, places, metadata.get("general.alignment", 32)))
+
+
+def _placed(
+    cursor: _Cursor, places: dict[str, TensorInfo], alignment: object
+) -> dict[str, TensorInfo]:
+    """The tensors, their offsets counted from the start of the file."""
     if not isinstance(alignment, int) or alignment < 1:
         raise ModelFileError(cursor.file, "general.alignment", f"{alignment!r}")
     base = math.ceil(cursor.at / alignment) * alignment
     size = len(cursor.data)
-    tensors = {name: place._replace(offset=base + place.offset) for name, place in places.items()}
-    for name, tensor in tensors.items():
-        end = tensor.offset + tensor.num_bytes
+    taken = base
+    for name, place in sorted(places.items(), key=lambda item: item[1].offset):
+        begin = base + place.offset
+        end = begin + place.num_bytes
+        if place.offset % alignment:
+            reason = f"offset {place.offset} is no multiple of {alignment}"
+            raise ModelFileError(cursor.file, name, reason)
+        if begin < taken:
+            reason = f"overlaps another: begins at byte {begin}, before {taken}"
+            raise ModelFileError(cursor.file, name, reason)
         if end > size:
             reason = f"truncated: ends at byte {end}, the file has {size}"
             raise ModelFileError(cursor.file, name, reason)
-    return GgufHead(metadata, tensors)
+        taken = end
+    return {name: place._replace(offset=base + place.offset) for name, place in places.items()}

@@ -260,6 +260,19 @@ class WorkQueue:
                 delivery = await self._arrived.get()
         except TimeoutError:
             return None
+        return self._job(delivery)
+
+    async def close(self) -> None:
+        """Pull no more. What has come and nobody has asked for is given back."""
+        if self._subscription is not None:
+            await self._subscription.unsubscribe()
+            self._subscription = None
+        while not self._arrived.empty():
+            job = self._job(self._arrived.get_nowait())
+            if job is not None:
+                job.again()
+
+    def _job(self, delivery: Delivery) -> Job | None:
         status, _ = read_headers(delivery.headers)
         return None if status in END_OF_PULL else Job(self._bus, delivery)
 

@@ -342,8 +342,9 @@ class RouteLost(Leg, frozen=True, kw_only=True):
 
 
 class Lost(Message, frozen=True, kw_only=True):
-    """leader -> every gateway: this instance is dead or hung; re-drive the legs that name it. Said
-    again by a new leader for 10 s; a leg that has moved on does not name it any more.
+    """leader -> every gateway: this instance is dead, or `hung` (silent or stuck, not known to have
+    ended); re-drive the legs that name it. Said again by a new leader for 10 s; a leg that has
+    moved on does not name it any more.
     """
 
     instance: str

@@ -16,7 +16,7 @@ from shared.vocabulary import (
 )
 
 # Pre-tokenizers whose models want the beginning-of-text id where the file does not say.
-_BOS_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_BOS_BY_DEFAULT = ("llama-bpe", "tekken")
 # Of Phi-3, whose tokens take along the space after them; GGUF has no key for it.
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 

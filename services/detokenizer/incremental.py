@@ -28,7 +28,7 @@ class TextStream:
     `push` takes one id and returns the text it releases; once `stop_string` is set the leg is over
     and takes no more. `prompt_tail` are the last ids of the prompt: when they end inside a
     character, the first output completes it and the whole character is output. A space at the
-    beginning is text, unless the prompt has none and the vocabulary strips it from a whole text.
+    beginning is text, unless these ids have none and the vocabulary strips it from a whole text.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from services.gateway.stored.config import StoredConfig
 from shared.config import AboveZero, Count, NotNegative, Port
 
 
@@ -27,6 +28,8 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_logprobs_max: Count = 1 << 20  # of all open requests, 0.3 KB each; 429 beyond
     feed_ids_max: Count = 65536  # undelivered ids held for one slow reader, then it is cut
     drain_s: NotNegative = 10.0  # running streams may finish after SIGTERM, then they are told
+
+    stored: StoredConfig = StoredConfig()
 
     ping_bus_s: AboveZero = 1.0  # liveness probe of a client on the bus
     probe_timeout_s: AboveZero = 0.8  # a live client need not answer; a dead one does not, at once

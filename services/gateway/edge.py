@@ -17,22 +17,23 @@ import msgspec
 from services.gateway.auth import Keys
 from services.gateway.calls import Calls
 from services.gateway.config import GatewayConfig
-from services.gateway.events import Delta, SessionEnd, SessionEvent, SessionSpec
+from services.gateway.events import SessionEnd, SessionEvent, SessionSpec
 from services.gateway.feed import Feed
-from services.gateway.meters import Meter
+from services.gateway.meters import Measure, Meter
 from services.gateway.openai.answer import Answer, answer
 from services.gateway.openai.chat import check_chat
 from services.gateway.openai.completions import check_completion
 from services.gateway.openai.errors import PayloadTooLarge
 from services.gateway.openai.request import Caller, Checked
+from services.gateway.openai.responses import check_response
 from services.gateway.openai.tokens import Tokenizing
 from services.gateway.opening import PROMPT_LOGPROBS_MAX
 from services.gateway.sessions import SessionTable
+from services.gateway.stored.store import Store
 from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.config import Launch
 from shared.errors import (
-    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     MeshError,
@@ -43,7 +44,13 @@ from shared.ids import pack_ids, unpack_ids
 from shared.kv import tenant_salt
 from shared.messages import Detokenize, Detokenized, Generate, Tokenized
 
-CHECKS = {"chat": check_chat, "completions": check_completion}
+
+def _check_response(body: bytes, caller: Caller, **_how: bool) -> Checked:
+    """As the others; only HTTP takes it, as JSON."""
+    return check_response(body, caller).checked
+
+
+CHECKS = {"chat": check_chat, "completions": check_completion, "responses": _check_response}
 RETRY_S = 1.0
 LARGE = 1 << 18  # bytes of a body; megabytes made for it take a second to decode
 
@@ -60,6 +67,7 @@ class Parts:
     table: SessionTable
     calls: Calls
     view: MeshView
+    store: Store
     clock: Clock
     flush: Callable[[], None]
     stats: Callable[[], dict[str, int]]
@@ -73,12 +81,14 @@ class Open:
         self.checked = checked
         self.created = int(time.time())
         self.feed = Feed(edge.config.feed_ids_max)
-        self.ended = False
         self._edge = edge
+        self._measure = Measure(edge.meter, edge.parts.clock)
         self.meter = edge.meter
         self.config = edge.config
-        self._opened = edge.parts.clock()
-        self._last: dict[int, float] = {}  # when each choice last got an id
+
+    @property
+    def ended(self) -> bool:
+        return self._measure.ended
 
     @property
     def request_id(self) -> str:
@@ -89,11 +99,7 @@ class Open:
 
     def emit(self, event: SessionEvent) -> None:
         """Count the event and queue it for the reader."""
-        now = self._edge.parts.clock()
-        if isinstance(event, Delta):
-            self._count(event, now)
-        elif isinstance(event, SessionEnd):
-            self._count_end(event, now)
+        self._measure.take(event)
         self.feed.emit(event)
 
     def fail(self, error: MeshError) -> None:
@@ -101,32 +107,6 @@ class Open:
         if not self.ended:
             self.emit(SessionEnd(error, 0, 0, 0))
             self._edge.cancel(self.request_id, error.code)
-
-    def _count(self, delta: Delta, now: float) -> None:
-        count = len(delta.ids)
-        if count:
-            self.meter.generated += count
-            last = self._last.get(delta.choice)
-            if last is not None:
-                for _ in range(count):
-                    self.meter.itl.observe((now - last) / count)
-            elif not self._last:
-                self.meter.ttft.observe(now - self._opened)
-            self._last[delta.choice] = now
-        if delta.finish_reason:
-            self.meter.finished(delta.finish_reason)
-
-    def _count_end(self, end: SessionEnd, now: float) -> None:
-        if self.ended:
-            return
-        self.ended = True
-        self.meter.e2e.observe(now - self._opened)
-        self.meter.prompt_tokens.inc(end.prompt_tokens)
-        self.meter.cached_tokens.inc(end.cached_tokens)
-        self.meter.prompt_size.observe(end.prompt_tokens)
-        self.meter.output_size.observe(end.completion_tokens)
-        if end.error is not None:
-            self.meter.finished("abort" if isinstance(end.error, Cancelled) else "error")
 
     def __enter__(self) -> "Open":
         return self
@@ -149,7 +129,8 @@ class Edge:
         self.meter = meter
         self.model = launch.model_name
         self.keys = Keys(config.api_keys)
-        self.draining = False
+        self.draining = False  # no new connection is taken; what comes on the open ones is served
+        self._closed = False
         self.started = int(time.time())
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
@@ -253,10 +234,10 @@ class Edge:
             self._large_bytes -= large
 
     def open(self, checked: Checked) -> Open:
-        """Open a session; use as a context manager. Raises `Unavailable` while draining, and
+        """Open a session; use as a context manager. Raises `Unavailable` after the drain, and
         `Overloaded` while others hold what this one would need.
         """
-        if self.draining:
+        if self._closed:
             raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
         entries = prompt_entries(checked.spec)
         if self._prompt_logprobs + entries > self.config.prompt_logprobs_max:
@@ -287,7 +268,8 @@ class Edge:
         self.parts.flush()
 
     def fail_all(self, error: MeshError) -> None:
-        """Tell every reader that its request ends here."""
+        """Tell every reader that its request ends here, and take no other."""
+        self._closed = True
         for request in list(self._open.values()):
             request.fail(error)
 

@@ -76,6 +76,7 @@ class HttpEdge:
         )
         self._site: web.SockSite | None = None
         self.port = 0
+        self.requests = 0  # seen so far
 
     async def start(self, listen_fd: int | None) -> None:
         """Serve on the inherited socket, or bind host and port of the settings."""
@@ -124,6 +125,7 @@ class HttpEdge:
     @web.middleware
     async def _outer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Name the request, and turn whatever is raised into an answer of OpenAI's shape."""
+        self.requests += 1
         given = request.headers.get(REQUEST_ID, "")
         request[_request_id] = given if _PRINTABLE.fullmatch(given) else new_request_id()
         try:
@@ -141,8 +143,8 @@ class HttpEdge:
         self._edge.meter.responded(response.status)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[_request_id]
-            if self._edge.draining:
-                response.force_close()
+        if self._edge.draining:  # the next request of this client finds another gateway
+            response.force_close()
         return response
 
     @web.middleware

@@ -6,6 +6,9 @@ any of them may answer a scrape. Gauges from beats are the whole mesh's and have
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from services.gateway.events import Delta, SessionEnd, SessionEvent
+from shared.clock import Clock
+from shared.errors import Cancelled
 from shared.metrics import REGISTRY
 
 OWN = ["model_name", "gateway"]
@@ -131,3 +134,46 @@ class Meter:
         for event, count in stats.items():
             EVENTS.labels(self.gateway, event).inc(count - self._events.get(event, 0))
         self._events = stats
+
+
+class Measure:
+    """What one session adds to the metrics, event by event."""
+
+    def __init__(self, meter: Meter, clock: Clock) -> None:
+        self.ended = False
+        self._meter = meter
+        self._clock = clock
+        self._opened = clock()
+        self._last: dict[int, float] = {}  # when each choice last got an id
+
+    def take(self, event: SessionEvent) -> None:
+        if isinstance(event, Delta):
+            self._count(event, self._clock())
+        elif isinstance(event, SessionEnd):
+            self._count_end(event, self._clock())
+
+    def _count(self, delta: Delta, now: float) -> None:
+        count = len(delta.ids)
+        if count:
+            self._meter.generated += count
+            last = self._last.get(delta.choice)
+            if last is not None:
+                for _ in range(count):
+                    self._meter.itl.observe((now - last) / count)
+            elif not self._last:
+                self._meter.ttft.observe(now - self._opened)
+            self._last[delta.choice] = now
+        if delta.finish_reason:
+            self._meter.finished(delta.finish_reason)
+
+    def _count_end(self, end: SessionEnd, now: float) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._meter.e2e.observe(now - self._opened)
+        self._meter.prompt_tokens.inc(end.prompt_tokens)
+        self._meter.cached_tokens.inc(end.cached_tokens)
+        self._meter.prompt_size.observe(end.prompt_tokens)
+        self._meter.output_size.observe(end.completion_tokens)
+        if end.error is not None:
+            self._meter.finished("abort" if isinstance(end.error, Cancelled) else "error")

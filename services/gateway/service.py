@@ -14,6 +14,8 @@ from services.gateway.edge import Edge, Parts
 from services.gateway.http import HttpEdge
 from services.gateway.meters import Meter
 from services.gateway.sessions import Limits, SessionTable
+from services.gateway.stored.executor import Executor
+from services.gateway.stored.store import Store
 from services.gateway.view import MeshView
 from shared.actor import Actor
 from shared.bus import Bus
@@ -25,6 +27,7 @@ from shared.messages import Beat, ToGateway
 from shared.process import run_service
 from shared.subjects import DIED, beacon, beat
 
+LINGER_S = 0.25  # for the request of a connection that was taken, or used, just before
 LAST_WORDS_S = 1.0  # for readers that are told that their stream ends here
 
 
@@ -48,6 +51,7 @@ class Gateway(Actor):
         self.drain_s = config.drain_s
         self.calls = Calls(self.table.outbox, self.table.choose_tokenizer, config.sessions_max)
         self.view = MeshView()
+        self.store = Store(bus, config.stored)
         self.edge = Edge(
             launch,
             config,
@@ -55,6 +59,7 @@ class Gateway(Actor):
                 table=self.table,
                 calls=self.calls,
                 view=self.view,
+                store=self.store,
                 clock=clock,
                 flush=self.flush,
                 stats=self.stats,
@@ -64,6 +69,7 @@ class Gateway(Actor):
         )
         self.http = HttpEdge(self.edge)
         self.bus_edge = BusEdge(self.edge, bus)
+        self.executor = Executor(self.edge, bus, launch.instance)
 
     def subjects(self) -> list[str]:
         return [beat("tokenizer"), beat("gpu_worker"), beacon(self.launch.pool), DIED]
@@ -77,6 +83,7 @@ class Gateway(Actor):
         self.view.tick(now)
         self.calls.tick(now)
         self.table.tick(now)
+        self.executor.tick(now)
 
     def on_disconnected(self, now: float) -> None:
         self.table.connection_lost(now)
@@ -88,7 +95,7 @@ class Gateway(Actor):
 
     def stats(self) -> dict[str, int]:
         redrives = {f"redrive_{cause}": count for cause, count in self.table.redrives.items()}
-        return super().stats() | redrives
+        return super().stats() | redrives | self.store.counters | self.executor.counters
 
     def beat(self) -> Beat:
         return replace(super().beat(), load=self.table.num_sessions, term=self.table.term)
@@ -105,6 +112,8 @@ class Gateway(Actor):
     async def on_ready(self) -> None:
         await self.http.start(self.launch.listen_fd)
         await self.bus_edge.start()
+        self.store.start()
+        self.executor.start()
         log.info("listening", port=self.http.port)
 
     async def drain(self) -> None:
@@ -112,15 +121,23 @@ class Gateway(Actor):
         self.edge.draining = True
         await self.http.stop_listening()
         await self.bus_edge.stop_listening()
-        await self.edge.idle.wait()
+        seen = -1
+        while seen != self.http.requests:
+            seen = self.http.requests
+            await asyncio.sleep(LINGER_S)
+            await self.edge.idle.wait()
+        await self.executor.drain()
 
     async def last_words(self) -> None:
+        await self.executor.hand_over()
         self.edge.fail_all(Unavailable("This gateway is stopping.", retry_after_s=1.0))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self.edge.idle.wait()
 
     async def on_stop(self) -> None:
+        await self.executor.hand_over()
+        await self.store.close()
         await self.http.close()
         await self.bus_edge.close()
 

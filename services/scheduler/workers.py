@@ -106,7 +106,9 @@ def overdue(beat: Beat) -> bool:
 
 
 class Gone(NamedTuple):
-    """A peer that is dead, or hung."""
+    """A peer that is dead, or `hung`: silent or stuck, not known to have ended. Silence is no proof
+    of a death: legs of workers that were paused are not suspected of having killed them.
+    """
 
     instance: str
     hung: bool
@@ -143,7 +145,7 @@ class Peers:
 
     def tick(self, now: float) -> list[Gone]:
         """Peers that fell silent, and workers that hang since the last tick."""
-        gone = [self._lose(Gone(name, hung=False), now) for name in self._heard.silent(now)]
+        gone = [self._lose(Gone(name, hung=True), now) for name in self._heard.silent(now)]
         for worker in self.workers.values():
             if not worker.hung and overdue(worker.beat):
                 worker.hung = True

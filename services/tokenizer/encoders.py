@@ -24,13 +24,11 @@ _TEKKEN = (
 )
 _WORDS = {
     "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+_WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")
 
 

@@ -16,6 +16,7 @@ from tests.chaos.workload import Clients, Lookups, mixed, streams
 
 LANES = 4  # of mixed requests beside the streams, one after the other
 LEAVES = 0.2  # share of mixed requests whose client leaves
+LOOKUPS = 32  # at once in the calm; more than kv_tier has connections
 BEGIN_S = 30.0  # for all streams to have got something
 SPREAD_S = 0.8  # where in the streams the fault comes
 REST_S = 30.0
@@ -70,6 +71,7 @@ class Campaign:
                 await asyncio.gather(*map(clients.ask, self._streams))
                 await asyncio.gather(*map(clients.ask, self._mixed))
             await clients.close()
+            await (await self._lookups(history)).burst(LOOKUPS)
             history.add(AtRest(leaks=await self.site.rest(None, REST_S)))
             self._calm = answers(history.lines)
             self._baseline = await self.site.held()
@@ -110,8 +112,7 @@ class Campaign:
             for _ in range(LANES)
         ]
         if experiment.lookups:
-            kv_tier = (await self.site.instances("kv_tier"))[0]
-            lookups = Lookups(self.site.bus, kv_tier, history)
+            lookups = await self._lookups(history)
             load.append(asyncio.create_task(lookups.run(over)))
         fault = experiment.make()
         try:
@@ -138,6 +139,10 @@ class Campaign:
             leaves = ask.way != "whole" and rng.random() < LEAVES
             await clients.ask(ask, leave_after=rng.randint(1, 12) if leaves else None)
         await clients.ask(rng.choice(self._mixed))
+
+    async def _lookups(self, history: History) -> Lookups:
+        [kv_tier] = await self.site.instances("kv_tier")
+        return Lookups(self.site.bus, kv_tier, history)
 
     async def _clients(self, history: History) -> Clients:
         mesh = self.site.mesh

@@ -273,8 +273,14 @@ class Lookups:
         self._worker = f"chaos-{secrets.token_hex(4)}"
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
+    async def burst(self, count: int) -> None:
+        """All at once, so that kv_tier opens as many connections as it may."""
+        subscription = await self._bus.subscribe(inbox(self._worker), self._answered)
+        await asyncio.gather(*map(self._ask, range(count)))
+        await subscription.unsubscribe()
+
     async def run(self, over: asyncio.Event) -> None:
-        """Until `over`."""
+        """One after the other until `over`, whether they are answered or not."""
         subscription = await self._bus.subscribe(inbox(self._worker), self._answered)
         questions: list[asyncio.Task[None]] = []
         while not over.is_set():

@@ -12,6 +12,11 @@ def speak(fd: int, state: str) -> None:
     os.write(fd, b'{"state":"%b","load":3,"detail":"here"}\n' % state.encode())
 
 
+def once_more(*_: object) -> None:
+    """Ends the process when it is called again."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+
+
 def main() -> None:
     fd, behaviour, *rest = int(sys.argv[1]), *sys.argv[2:]
     speak(fd, "starting")
@@ -25,6 +30,9 @@ def main() -> None:
             speak(fd, "ready")
         case "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            speak(fd, "ready")
+        case "patient":  # ends when it is told a second time
+            signal.signal(signal.SIGTERM, once_more)
             speak(fd, "ready")
         case "parent":  # with a child of its own, whose pid it leaves in a file
             grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -36,6 +36,7 @@ class Watched:
             command=command,
             restart=SWIFT,
             silence=SilencePolicy(limit_s=silence_s),
+            hurry_s=0.1,
         )
         self.child = Child(spec, self.died, self.changed.set)
 
@@ -156,6 +157,35 @@ async def test_a_paused_or_stubborn_child_can_be_stopped(tmp_path: Path) -> None
     await asyncio.gather(*tasks)
 
     assert not any(alive(pid) for pid in pids)
+
+
+async def test_a_child_that_takes_its_time_is_told_that_it_is_up(tmp_path: Path) -> None:
+    """A second SIGTERM after the grace, and time to act on it, before SIGKILL."""
+    watched = Watched(tmp_path, "patient")
+    watched.child.spec = msgspec.structs.replace(watched.child.spec, hurry_s=20.0)
+    task = asyncio.create_task(watched.child.run())
+    await watched.until(lambda: watched.child.state == "ready")
+    await watched.child.stop(grace_s=0.1)
+    await task
+
+    assert watched.child.reason == "exit 7"
+
+
+async def test_ends_that_a_person_asked_for_are_no_crashes(tmp_path: Path) -> None:
+    """However often it is killed by command, it is started again; crashes count as before."""
+    watched = Watched(tmp_path, "well")
+    async with watched.running() as child:
+        for count in range(SWIFT.limit + 2):
+            await watched.until(lambda: child.state == "ready")
+            child.kill("killed by command", asked=True)
+            await watched.until(lambda seen=count: len(watched.deaths) > seen)  # type: ignore[misc]
+        for _ in range(SWIFT.limit + 1):
+            await watched.until(lambda: child.state == "ready")
+            os.kill(child.pid, signal.SIGKILL)
+            await watched.until(lambda: child.state != "ready")
+        await watched.until(lambda: child.state == "failed")
+
+    assert child.restarts.total == SWIFT.limit + 2 + SWIFT.limit
 
 
 async def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:

@@ -59,6 +59,21 @@ def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) ->
     assert not file.exists()
 
 
+def test_engines_share_the_cpus_with_as_many_as_there_are_at_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with as many as there were when the cluster came up."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(13))
+    run_dir = RunDir(tmp_path / "run")
+    counts = iter([1, 3])
+    with run_dir.held():
+        spec = launcher(run_dir).spec("gpu_worker", 0, lambda: next(counts))
+        starts = [spec.command("gpu_worker-0-abc123", 9) for _ in range(2)]
+
+    assert [start.env["OMP_NUM_THREADS"] for start in starts] == ["12", "4"]
+
+
 def test_services_can_be_sent_through_proxies(tmp_path: Path) -> None:
     """Services connect where they are told to, with the credentials of the servers behind it."""
     run_dir = RunDir(tmp_path)

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from deploy import control
 from deploy.config import ROLES
+from deploy.errors import ClusterError
 
 NO_SERVICES = [f"{role}.replicas=0" for role in ROLES]
 
@@ -209,6 +211,84 @@ def test_processes_are_killed_paused_and_resumed_by_name(run_dir: Path) -> None:
     assert "there are: nats, redis" in unknown.stderr
 
 
+def test_a_server_that_is_stopped_is_found_and_replaced(run_dir: Path) -> None:
+    """SIGSTOP from anywhere: no ping is answered, so it is killed and started again."""
+    assert up(run_dir, "cluster.silence.limit_s=2.5").returncode == 0
+    before = {p["name"]: p["pid"] for p in said(run_dir)["processes"]}
+    for pid in before.values():
+        os.kill(pid, signal.SIGSTOP)
+    after = settled(run_dir, restarts=2)
+
+    assert {p["name"] for p in after} == {"nats", "redis"}
+    assert {p["detail"] for p in after} == {"last end: silent for 2.5 s"}
+    assert not {p["pid"] for p in after} & set(before.values())
+
+
+def settled(run_dir: Path, restarts: int) -> list[dict[str, Any]]:
+    """The processes, once so many restarts were seen in all and every one is ready."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        processes: list[dict[str, Any]] = said(run_dir)["processes"]
+        ready = {p["state"] for p in processes} == {"ready"}
+        if ready and sum(p["restarts"] for p in processes) == restarts:
+            return processes
+    raise AssertionError(processes)
+
+
+def test_a_mesh_that_lost_a_process_for_good_is_not_ready(run_dir: Path) -> None:
+    """`degraded` until a rolling restart brings it back."""
+    assert up(run_dir, "cluster.restart.limit=0", services=["kv_tier.replicas=1"]).returncode == 0
+    os.kill(said(run_dir)["processes"][-1]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while (status := said(run_dir))["processes"][-1]["state"] != "failed":
+        assert time.monotonic() < deadline, status
+    assert status["state"] == "degraded"
+
+    rolled = shoal(run_dir, "rolling", "kv_tier")
+    assert (rolled.returncode, rolled.stdout) == (0, "kv_tier-0 (1 of 1)\n")
+    assert said(run_dir)["state"] == "ready"
+
+
+def test_one_change_at_a_time_and_none_outlives_the_mesh(run_dir: Path) -> None:
+    """While one is at work another is refused; `down` ends it, and nothing is left."""
+    assert up(run_dir, services=["kv_tier.replicas=1"]).returncode == 0
+    first = subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", "scale", "kv_tier=4", "--run-dir", str(run_dir)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == b"kv_tier: 1 -> 4\n"
+    with pytest.raises(ClusterError, match="is at work"):
+        control.ask(run_dir, control.Command("rolling"))
+    assert shoal(run_dir, "down").returncode == 0
+
+    assert (first.wait(), first.communicate()[1]) == (1, b"shoal: The mesh is going down.\n")
+    assert of_cluster(run_dir) == []
+    assert left(run_dir) == []
+
+
+def test_ctrl_c_ends_a_rolling_restart_after_the_process_at_work(run_dir: Path) -> None:
+    """The supervisor sees that nobody listens any more; the next change may come."""
+    assert up(run_dir, services=["kv_tier.replicas=3"]).returncode == 0
+    before = [p["pid"] for p in said(run_dir)["processes"][2:]]
+    rolling = subprocess.Popen(
+        [sys.executable, "-m", "deploy.cli", "rolling", "--run-dir", str(run_dir)],
+        stdout=subprocess.PIPE,
+    )
+    assert rolling.stdout is not None
+    assert rolling.stdout.readline() == b"kv_tier-0 (1 of 3)\n"
+    rolling.kill()
+    rolling.communicate()
+    deadline = time.monotonic() + 60
+    while "is at work" in (told := shoal(run_dir, "scale", "kv_tier=3").stderr):
+        assert time.monotonic() < deadline
+    assert told == ""
+    after = [p["pid"] for p in said(run_dir)["processes"][2:]]
+    assert after[0] != before[0]
+    assert after[1:] == before[1:]
+
+
 def test_a_taken_port_is_one_sentence(run_dir: Path) -> None:
     """A port asked for and taken is refused by number."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -231,7 +311,7 @@ async def test_a_service_that_cannot_run_ends_up(run_dir: Path) -> None:
     await gone(run_dir)
 
 
-@pytest.mark.parametrize("verb", ["status", "chat", "kill"])
+@pytest.mark.parametrize("verb", ["status", "chat", "kill", "rolling"])
 def test_what_needs_a_mesh_says_that_none_is_up(run_dir: Path, verb: str) -> None:
     """Commands to a mesh that is not up say so, in one sentence."""
     refused = shoal(run_dir, verb, *(["nats"] if verb == "kill" else []))

@@ -1,10 +1,11 @@
-"""Write default_model.json: `python -m tests.golden.make`. Takes minutes.
+"""Write the .json files of this folder: `python -m tests.golden.make`. Takes minutes.
 
 The reference shares no code with the engine but the reader of the file's head: `transformers` runs
 the weights that the `gguf` package dequantizes, in fp32.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from services.tokenizer.tokenizer import Tokenizer
 from shared.gguf_file import GgufHead, read_gguf
 from shared.model_files import default_model, read_model
-from tests.golden.prompts import prompts
+from tests.golden.prompts import passages, prompts
 
 FILE = Path(__file__).with_name("default_model.json")
-NEW_IDS = 8
+PERPLEXITY_FILE = Path(__file__).with_name("perplexity.json")
+NEW_IDS = 16
 NEAR_TIE = 1e-3  # of logits: below it either id may be the best
 
 _NAMES = {
@@ -93,9 +95,19 @@ def answer(model: LlamaForCausalLM, prompt_ids: list[int]) -> dict[str, Any]:
     return {"prompt_ids": prompt_ids, "ids": ids, "near_ties": ties}
 
 
+def perplexity(model: LlamaForCausalLM, ids: list[int]) -> float:
+    """Of every id but the first, each seen after all before it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    return math.exp(torch.nn.functional.cross_entropy(logits.double(), torch.tensor(ids[1:])))
+
+
 def main() -> None:
     tokenizer = Tokenizer(read_model(default_model()))
     model = reference()
+    ids = tokenizer.encode(passages())
+    found = {"num_ids": len(ids), "perplexity": perplexity(model, ids)}
+    PERPLEXITY_FILE.write_text(json.dumps(found) + "\n")
     lines = [json.dumps(answer(model, ids)) for ids in prompts(tokenizer.encode)]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 

@@ -1,6 +1,7 @@
-"""Prompts of many kinds and lengths, for the default model."""
+"""What the default model is asked: prompts of many kinds and lengths, and prose to read."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 _TALE = (
     "The lighthouse at the end of the pier had been dark for eleven years. Nobody in the village "
@@ -47,3 +48,9 @@ def prompts(encode: Callable[[str], list[int]]) -> list[list[int]]:
     """The ids of every prompt; the long ones are cut at a number of ids."""
     short = [encode(text) for text in _TEXTS]
     return short + [encode(text * (count // 20))[:count] for text, count in _LONG]
+
+
+def passages() -> str:
+    """Prose and verse in the public domain, without the lines that name where it is from."""
+    lines = Path(__file__).with_name("passages.txt").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("# "))

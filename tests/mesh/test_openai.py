@@ -323,10 +323,11 @@ async def test_a_prompts_scores_come_once_however_its_worker_dies(sim_mesh: Mesh
 
     async with sim_mesh.client() as client:
         calm = await asyncio.gather(*(lists(number) for number in range(6)))
+        victim = sim_mesh.processes("gpu_worker")[0]["pid"]
         under_way = asyncio.Semaphore(0)
         streams = [asyncio.create_task(lists(number, under_way)) for number in range(6)]
         await under_way.acquire()  # of the others some have no id yet
-        os.kill(sim_mesh.processes("gpu_worker")[0]["pid"], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         stormy = await asyncio.gather(*streams)
 
     assert stormy == calm

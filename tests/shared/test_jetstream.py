@@ -163,6 +163,16 @@ async def test_a_job_comes_again_until_it_is_done(bus: NatsBus, name: str) -> No
     assert await queue.next(1.0) is not None, "done jobs do not stand in the way"
 
 
+async def abandon_a_pull(bus: NatsBus, queue: WorkQueue, name: str) -> None:
+    """Whoever asked for the next job has gone; the question stands."""
+    pulls: list[Delivery] = []
+    await bus.subscribe(f"$JS.API.CONSUMER.MSG.NEXT.{name}.c", pulls.append)
+    asking = asyncio.create_task(queue.next(10.0))
+    await eventually(lambda: len(pulls) == 1, what="the pull")
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_job_that_comes_late_is_not_lost(bus: NatsBus, name: str) -> None:
     """A pull may be answered after the one who waited has gone: the next one has it."""
     stream = JetStream(bus)
@@ -176,12 +186,7 @@ async def test_a_job_that_comes_late_is_not_lost(bus: NatsBus, name: str) -> Non
         name, ConsumerConfig(durable_name="c", ack_wait=NANO, max_deliver=10, max_ack_pending=10)
     )
     queue = WorkQueue(bus, name, "c")
-    pulls: list[Delivery] = []
-    await bus.subscribe(f"$JS.API.CONSUMER.MSG.NEXT.{name}.c", pulls.append)
-    waiting = asyncio.create_task(queue.next(5.0))
-    await eventually(lambda: len(pulls) == 1, what="the pull")
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
+    await abandon_a_pull(bus, queue, name)
     await stream.append(f"test.{name}.a", b"", 0)
     job = await queue.next(0.5)
     assert job is not None
@@ -223,3 +228,25 @@ async def test_what_a_server_has_stored_outlives_it(tmp_path: Path) -> None:
     assert [e.payload for e in await stream.read("s", "test.s.a")] == [b"%d" % n for n in range(50)]
     await bus.close()
     again.stop()
+
+
+async def test_a_queue_that_closes_gives_back_what_it_holds(bus: NatsBus, name: str) -> None:
+    """A job that came for a pull nobody waits for any more is somebody else's at once."""
+    stream = JetStream(bus)
+    subjects = [f"test.{name}.*"]
+    await stream.ensure_stream(
+        StreamConfig(
+            name=name, subjects=subjects, retention="workqueue", max_age=0, max_bytes=1 << 20
+        )
+    )
+    consumer = ConsumerConfig(
+        durable_name="c", ack_wait=60 * NANO, max_deliver=10, max_ack_pending=10
+    )
+    await stream.ensure_consumer(name, consumer)
+    closing, other = WorkQueue(bus, name, "c"), WorkQueue(bus, name, "c")
+    await abandon_a_pull(bus, closing, name)
+    await stream.append(f"test.{name}.a", b"", 0)
+    await closing.close()
+    job = await other.next(5.0)
+    assert job is not None
+    assert job.name == "a"

@@ -228,7 +228,8 @@ class CompletionAnswer(_Base):
         """`delta` less the one token that is run for the sake of an echo, and not asked for."""
         if not self.checked.echo_only:
             return delta
-        return replace(delta, text="", logprobs=None, finish_reason="length", stop_reason=None)
+        finish_reason = "length" if delta.finish_reason else ""
+        return replace(delta, text="", logprobs=None, finish_reason=finish_reason, stop_reason=None)
 
     def _echo(self, choice: int) -> str:
         return self._echoes[choice // self.checked.spec.n] if self.checked.echo else ""

@@ -36,6 +36,7 @@ class Log:
 
     def __init__(self) -> None:
         self.last = 0  # sequence of the last event; what an append has to expect
+        self.events = 0
         self.submitted: Submitted | None = None
         self.adopted = 0  # sequence of the last `Adopted`
         self.fruitless = 0  # adoptions in a row that brought no output
@@ -51,6 +52,7 @@ class Log:
         if (self.submitted is None) != isinstance(event, Submitted):
             raise MeshError(f"Event {seq} is {type(event).__name__}: a log is submitted once.")
         self.last = seq
+        self.events += 1
         match event:
             case Submitted():
                 self.submitted = event

@@ -5,6 +5,7 @@ any gateway takes (`executor.py`). Every gateway can serve every request, from i
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections import Counter
@@ -76,23 +77,17 @@ class Store:
         self.why_not = "the streams have not been looked at yet"  # "" = new requests are taken
         self._bus = bus
         self._config = config
+        self._keeper: asyncio.Task[None] | None = None
 
-    async def keep(self) -> None:
-        """See to it that the streams are there, and know whether they have room. Never returns."""
-        there = False
-        while True:
-            try:
-                if not there:
-                    await self._ensure()
-                there = True
-                why_not = await self._full()
-            except MeshError as error:
-                there = False
-                why_not = error.detail
-            if why_not != self.why_not:
-                logger.info("stored_requests", why_not=why_not)
-            self.why_not = why_not
-            await asyncio.sleep(CHECK_S)
+    def start(self) -> None:
+        """See to it from now on that the streams are there, and know whether they have room."""
+        self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def close(self) -> None:
+        """Stop that."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
 
     async def submit(self, request_id: str, submitted: Submitted, *, keyed: bool) -> Log:
         """Take a request, which has been checked; on return it will be run. `keyed`: the client may
@@ -108,8 +103,18 @@ class Store:
             )
         log = await self._begin(request_id, submitted)
         if log.ended is None:
-            await self._enqueue(request_id, keyed)
+            try:
+                await self.enqueue(request_id)
+            except Unavailable:
+                if not keyed:  # nobody knows its name who could come back for it
+                    await self.jetstream.purge(LOGS, stored(request_id))
+                raise
         return log
+
+    async def enqueue(self, request_id: str) -> None:
+        """Give the request a job, unless it has one."""
+        with contextlib.suppress(WrongLastSequence):
+            await self.jetstream.append(job(request_id), b"", 0)
 
     async def follow(self, request_id: str, tenant: str) -> AsyncGenerator[Logged]:
         """Every event of the log, from its first on and each once it is stored; `Ended` is the
@@ -164,6 +169,22 @@ class Store:
 
     # --- inside ---
 
+    async def _keep(self) -> None:
+        there = False
+        while True:
+            try:
+                if not there:
+                    await self._ensure()
+                there = True
+                why_not = await self._full()
+            except MeshError as error:
+                there = False
+                why_not = error.detail
+            if why_not != self.why_not:
+                logger.info("stored_requests", why_not=why_not)
+            self.why_not = why_not
+            await asyncio.sleep(CHECK_S)
+
     async def _ensure(self) -> None:
         await self.jetstream.ensure_stream(log_stream(self._config))
         await self.jetstream.ensure_stream(job_stream(self._config))
@@ -195,16 +216,6 @@ class Store:
                 self.counters["stored_submitted"] += 1
             return log
         raise Unavailable("The log changed whenever it was to be begun.", retry_after_s=1.0)
-
-    async def _enqueue(self, request_id: str, keyed: bool) -> None:
-        try:
-            await self.jetstream.append(job(request_id), b"", 0)
-        except WrongLastSequence:
-            return  # it waits or runs
-        except Unavailable:
-            if not keyed:  # its name is not known to anybody who could come back for it
-                await self.jetstream.purge(LOGS, stored(request_id))
-            raise
 
     async def _append(
         self, request_id: str, tenant: str, make: Callable[[Log], Event | None]

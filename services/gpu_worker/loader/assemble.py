@@ -1,6 +1,7 @@
 """From named tensors of a file to `DecoderWeights`; what GGUF and safetensors have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,7 @@ class Names(NamedTuple):
     key_norm: str = ""
     attention_post_norm: str = ""
     mlp_post_norm: str = ""
-    biased: frozenset[str] = frozenset()  # tensors that have a bias, too
+    biased: frozenset[str] = frozenset()  # tensors that have a bias, too: all of a matrix, or none
 
 
 class Tensors(Protocol):
@@ -38,44 +39,65 @@ class Tensors(Protocol):
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuse a tensor that is missing, misshapen or in a format that cannot be read."""
 
-    def read(self, name: str) -> Tensor:
-        """A tensor as floating point in our layout (rotary rows in half-rotation order, norms as
-        the factors they are).
+    def read(self, name: str, into: Tensor) -> None:
+        """Fill `into` with a tensor of its shape, converted to its dtype and our layout (rotary
+        rows in half-rotation order, norms as the factors they are).
         """
 
 
 def assemble(
     tensors: Tensors, names: Names, config: DecoderConfig, tied: bool, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Check every tensor first, then read; layers are read when they are taken."""
-    for name, shape in _shapes(names, config, tied).items():
+    """Check every tensor first; each is read when it is taken, straight into its place."""
+    shapes = _shapes(names, config, tied)
+    for name, shape in shapes.items():
         tensors.check(name, shape)
-    embedding = tensors.read(f"{names.embedding}.weight").to(dtype)
+    reader = _Reader(tensors, shapes, dtype)
+    embedding = reader.stacked([f"{names.embedding}.weight"])
     return DecoderWeights(
         embedding=embedding,
-        layers=_layers(tensors, names, config.num_layers, dtype),
-        norm=tensors.read(f"{names.norm}.weight").float(),
-        lm_head=embedding if tied else tensors.read(f"{names.lm_head}.weight").to(dtype),
+        layers=_layers(reader, names, config.num_layers),
+        norm=reader.norm(f"{names.norm}.weight"),
+        lm_head=(lambda: embedding)
+        if tied
+        else partial(reader.stacked, [f"{names.lm_head}.weight"]),
     )
 
 
-def _layers(
-    tensors: Tensors, names: Names, num_layers: int, dtype: torch.dtype
-) -> Iterator[LayerWeights]:
+class _Reader(NamedTuple):
+    """Tensors of known shapes; matrices come in `dtype`, norms in fp32."""
+
+    tensors: Tensors
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype
+
+    def norm(self, name: str) -> Tensor:
+        norm = torch.empty(self.shapes[name])
+        self.tensors.read(name, norm)
+        return norm
+
+    def stacked(self, names: list[str]) -> Tensor:
+        rows = [self.shapes[name][0] for name in names]
+        out = torch.empty(sum(rows), *self.shapes[names[0]][1:], dtype=self.dtype)
+        for name, part in zip(names, torch.split(out, rows), strict=True):
+            self.tensors.read(name, part)
+        return out
+
+    def matrix(self, names: list[str], biased: bool) -> Matrix:
+        weight = self.stacked([f"{name}.weight" for name in names])
+        return Matrix(weight, self.stacked([f"{name}.bias" for name in names]) if biased else None)
+
+
+def _layers(reader: _Reader, names: Names, num_layers: int) -> Iterator[LayerWeights]:
     for index in range(num_layers):
         prefix = names.layer.format(index)
 
         def norm(name: str, prefix: str = prefix) -> Tensor:
-            return tensors.read(f"{prefix}{name}.weight").float()
+            return reader.norm(f"{prefix}{name}.weight")
 
-        def matrix(*parts: str, prefix: str = prefix) -> Matrix:
-            weights = [tensors.read(f"{prefix}{part}.weight").to(dtype) for part in parts]
-            biases = [
-                tensors.read(f"{prefix}{part}.bias").to(dtype)
-                for part in parts
-                if part in names.biased
-            ]
-            return Matrix(_stacked(weights), _stacked(biases) if biases else None)
+        def matrix(*parts: str, prefix: str = prefix) -> Callable[[], Matrix]:
+            biased = names.biased.issuperset(parts)
+            return partial(reader.matrix, [f"{prefix}{part}" for part in parts], biased)
 
         yield LayerWeights(
             attention_norm=norm(names.attention_norm),
@@ -91,10 +113,6 @@ def _layers(
             down=matrix(names.down),
             mlp_post_norm=norm(names.mlp_post_norm) if names.mlp_post_norm else None,
         )
-
-
-def _stacked(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _shapes(names: Names, config: DecoderConfig, tied: bool) -> dict[str, tuple[int, ...]]:

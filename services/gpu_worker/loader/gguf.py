@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, memory-mapped and dequantized tensor by tensor."""
+"""Weights from a GGUF file, memory-mapped and dequantized piece by piece."""
 
 from pathlib import Path
 
@@ -9,11 +9,17 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from services.gpu_worker.loader.assemble import assemble
-from services.gpu_worker.loader.gguf_config import decoder_config, family_of, names_of
+from services.gpu_worker.loader.gguf_config import (
+    MAX_HEAD_DIM,
+    RopeFactors,
+    decoder_config,
+    family_of,
+    names_of,
+)
+from services.gpu_worker.loader.mapped import MappedFile
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights
 from shared.gguf_file import GgufHead, ModelFileError, read_gguf
 
-_ROPE_DIVISORS = "rope_freqs.weight"  # Llama 3.1's scaling, worked out
 _FORMATS = {
     kind.value: kind
     for kind in (
@@ -35,30 +41,43 @@ _FORMATS = {
 def load(file: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeights]:
     """See `load_model`."""
     head = read_gguf(file)
+    if head.metadata.get("split.count", 1) not in (0, 1):
+        reason = f"{head.metadata['split.count']}: split files are not read, merge them first"
+        raise ModelFileError(file, "split.count", reason)
     tensors = _Tensors(file, head)
-    config = decoder_config(file, head.metadata, tensors.rope_divisors())
+    factors = RopeFactors(*(tensors.vector(name) for name in RopeFactors._fields))
+    config = decoder_config(file, head.metadata, factors)
     if head.metadata["general.architecture"] == "llama":
         tensors.head_dim = config.head_dim
     names = names_of(family_of(file, head.metadata), {*head.tensors})
     tied = "output.weight" not in head.tensors
-    return config, assemble(tensors, names, config, tied, dtype)
+    weights = assemble(tensors, names, config, tied, dtype)
+    tensors.refuse_unused()
+    return config, weights
 
 
 class _Tensors:
-    """Tensors of one mapped file by name, as fp32."""
+    """Tensors of one mapped file by name."""
 
     def __init__(self, file: Path, head: GgufHead) -> None:
         self._file = file
         self._infos = head.tensors
-        self._bytes = np.memmap(file, mode="r")
+        self._unused = {*head.tensors}
+        self._mapped = MappedFile(file)
         self.head_dim = 0  # set if queries and keys are in interleaved rotary order
 
-    def rope_divisors(self) -> tuple[float, ...]:
-        info = self._infos.get(_ROPE_DIVISORS)
+    def vector(self, name: str) -> tuple[float, ...]:
+        """A vector of the file as it is; () if there is none."""
+        info = self._infos.get(f"{name}.weight")
         if info is None:
             return ()
-        self.check(_ROPE_DIVISORS, info.shape)
-        return tuple(self.read(_ROPE_DIVISORS).flatten().tolist())
+        if len(info.shape) != 1 or info.shape[0] > MAX_HEAD_DIM:
+            reason = f"shape {list(info.shape)}, expected one dim of at most {MAX_HEAD_DIM}"
+            raise ModelFileError(self._file, f"{name}.weight", reason)
+        self.check(f"{name}.weight", info.shape)
+        values = torch.empty(info.shape)
+        self.read(f"{name}.weight", values)
+        return tuple(values.tolist())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         info = self._infos.get(name)
@@ -76,17 +95,27 @@ class _Tensors:
         if shape[-1] % block:
             reason = f"rows of {shape[-1]} are no whole {kind.name} blocks of {block}"
             raise ModelFileError(self._file, name, reason)
+        self._unused.discard(name)
 
-    def read(self, name: str) -> Tensor:
+    def refuse_unused(self) -> None:
+        """A tensor that nobody asked for: the file is of a model that computes more than ours."""
+        for name in sorted(self._unused):
+            raise ModelFileError(self._file, name, "not a tensor of this architecture")
+
+    def read(self, name: str, into: Tensor) -> None:
         info = self._infos[name]
-        raw = self._bytes[info.offset : info.offset + info.num_bytes]
-        rows = raw.reshape(info.shape[0], -1) if len(info.shape) > 1 else raw
-        # dequantize returns a view of the file for F32; the copy makes it ours and writable.
-        with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale shows as NaN logits
-            values = np.array(dequantize(rows, _FORMATS[info.ggml_type]), dtype=np.float32)
-        tensor = torch.from_numpy(values.reshape(info.shape))
+        kind = _FORMATS[info.ggml_type]
+        rows = into if into.dim() > 1 else into[None]
+        pieces = self._mapped.rows(info.offset, len(rows), info.num_bytes // len(rows))
+        for which, raw in pieces:
+            # A damaged scale shows as NaN logits. For F32 a view of the file comes back, which is
+            # read-only: hence the copy.
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = np.array(dequantize(raw, kind), dtype=np.float32)
+            rows[which].copy_(torch.from_numpy(values))
         turned = name.removesuffix(".weight").removesuffix(".bias").endswith(("attn_q", "attn_k"))
-        return _half_rotation(tensor, self.head_dim) if turned and self.head_dim else tensor
+        if turned and self.head_dim:
+            into.copy_(_half_rotation(into, self.head_dim))
 
 
 def _half_rotation(weight: Tensor, head_dim: int) -> Tensor:

@@ -1,22 +1,31 @@
 """A GGUF file's metadata as a decoder, and what its tensors are called. Names as in llama.cpp."""
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import structs
 
 from services.gpu_worker.loader.assemble import Names
 from services.gpu_worker.models.decoder import DecoderConfig
 from services.gpu_worker.models.families import FAMILIES, Family, windows_of
-from services.gpu_worker.models.rope import Rope, RopeScaling
+from services.gpu_worker.models.rope import Rope, RopeError, RopeScaling
 from shared.gguf_file import ModelFileError
 
 _GEMMA = ("gemma2", "gemma3")
-_BIASABLE = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-_MAX_LAYERS, _MAX_HEAD_DIM = 1024, 8192
+_MAX_LAYERS, MAX_HEAD_DIM = 1024, 8192
+_MAX_COUNT = 1 << 31  # of rows, columns, tokens; what a file announces is checked against it later
 # A Gemma whose queries are scaled by hidden_size / num_heads instead of head_dim; the file does not
 # say it, llama.cpp knows these by their number of layers.
 _WIDE_SCALED = {("gemma2", 46), ("gemma3", 62)}
+
+
+class RopeFactors(NamedTuple):
+    """Divisors of the rotary frequencies that a file holds as tensors of these names."""
+
+    rope_freqs: tuple[float, ...] = ()  # Llama 3.1's scaling, worked out
+    rope_factors_short: tuple[float, ...] = ()  # LongRoPE's, within the first training's length
+    rope_factors_long: tuple[float, ...] = ()  # and past it
 
 
 class _Keys:
@@ -24,69 +33,69 @@ class _Keys:
 
     def __init__(self, file: Path, metadata: dict[str, Any]) -> None:
         self._file = file
-        self._metadata = metadata
+        self.metadata = metadata
         self.architecture = str(metadata.get("general.architecture"))
 
     def number(self, key: str, kind: type[Any], default: Any = None) -> Any:
-        value = self._metadata.get(f"{self.architecture}.{key}", default)
-        if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
-            reason = "missing" if value is None else f"{value!r} is not a positive {kind.__name__}"
-            raise self.error(key, reason)
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(key, "missing")
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
+            raise self.error(key, f"{value!r} is not a positive {kind.__name__}")
         return value
 
-    def small(self, key: str, limit: int, default: Any = None) -> int:
-        """A count that sizes what is built from the metadata alone."""
+    def count(self, key: str, default: int | None = None, limit: int = _MAX_COUNT) -> int:
+        """`limit` bounds what is built from the metadata alone."""
         value: int = self.number(key, int, default)
         if value > limit:
             raise self.error(key, f"{value} is more than {limit}")
         return value
 
-    def text(self, key: str, default: str) -> str:
-        return str(self._metadata.get(f"{self.architecture}.{key}", default))
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def has(self, key: str) -> bool:
-        return f"{self.architecture}.{key}" in self._metadata
+        return f"{self.architecture}.{key}" in self.metadata
 
     def error(self, key: str, reason: str) -> ModelFileError:
         return ModelFileError(self._file, f"{self.architecture}.{key}", reason)
 
 
 def family_of(file: Path, metadata: dict[str, Any]) -> Family:
+    # A Mistral calls itself llama; what it has more is a window, if the file names one.
+    known = {name: f for name, f in FAMILIES.items() if name != "mistral"}
+    known["llama"] = FAMILIES["mistral"]
     architecture = metadata.get("general.architecture")
-    known = [name for name in FAMILIES if name != "mistral"]  # which calls itself llama
-    if architecture not in known:
+    if not isinstance(architecture, str) or architecture not in known:
         reason = f"{architecture!r} is not supported, only {', '.join(known)}"
         raise ModelFileError(file, "general.architecture", reason)
-    return FAMILIES[str(architecture)]
+    return known[architecture]
 
 
-def decoder_config(
-    file: Path, metadata: dict[str, Any], rope_divisors: tuple[float, ...]
-) -> DecoderConfig:
-    """Sizes from the metadata; `rope_divisors` are those that the file holds as a tensor."""
+def decoder_config(file: Path, metadata: dict[str, Any], factors: RopeFactors) -> DecoderConfig:
+    """Sizes from the metadata; `factors` are those that the file holds beside it."""
     family = family_of(file, metadata)
     keys = _Keys(file, metadata)
-    heads, hidden = keys.number("attention.head_count", int), keys.number("embedding_length", int)
-    kv_heads = keys.number("attention.head_count_kv", int, heads)
+    heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
+    kv_heads = keys.count("attention.head_count_kv", heads)
     if heads % kv_heads:
         raise keys.error("attention.head_count_kv", f"{kv_heads} does not divide {heads} heads")
-    if keys.has("expert_count") and keys.number("expert_count", int):
+    if keys.get("expert_count", 0) != 0:
         raise keys.error("expert_count", "mixtures of experts are not supported")
-    layers = keys.small("block_count", _MAX_LAYERS)
-    head_dim = keys.small("attention.key_length", _MAX_HEAD_DIM, hidden // heads)
-    rope = _rope(keys, head_dim, rope_divisors)
-    gemma = keys.architecture in _GEMMA
+    layers = keys.count("block_count", limit=_MAX_LAYERS)
+    head_dim = keys.count("attention.key_length", hidden // heads, MAX_HEAD_DIM)
+    rope = _rope(keys, head_dim, factors)
     wide = (keys.architecture, layers) in _WIDE_SCALED
     config = DecoderConfig(
-        vocab_size=len(metadata.get("tokenizer.ggml.tokens", ())) or keys.number("vocab_size", int),
+        vocab_size=_vocab_size(keys),
         hidden_size=hidden,
-        inner_size=keys.number("feed_forward_length", int),
+        inner_size=keys.count("feed_forward_length"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_eps=keys.number("attention.layer_norm_rms_epsilon", float),
-        context_length=keys.number("context_length", int),
+        context_length=_context_length(keys, factors),
         rope=rope,
         windows=windows_of(family, layers, _window(keys)),
         query_scale=(hidden // heads if wide else head_dim) ** -0.5,
@@ -96,7 +105,20 @@ def decoder_config(
     if family.local_rope:
         base = keys.number("rope.freq_base_swa", float, 10_000.0)
         config = structs.replace(config, local_rope=Rope(base=base, dims=rope.dims))
-    return _with_softcaps(keys, config) if gemma else config
+    return _with_softcaps(keys, config) if keys.architecture in _GEMMA else config
+
+
+def _vocab_size(keys: _Keys) -> int:
+    tokens = keys.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) and tokens else keys.count("vocab_size")
+
+
+def _context_length(keys: _Keys, factors: RopeFactors) -> int:
+    """LongRoPE's is the first training's, as in a Hugging Face directory."""
+    trained = keys.count("context_length")
+    if factors.rope_factors_short:
+        return keys.count("rope.scaling.original_context_length", trained)
+    return trained
 
 
 def _with_softcaps(keys: _Keys, config: DecoderConfig) -> DecoderConfig:
@@ -115,34 +137,68 @@ def _window(keys: _Keys) -> int:
     """Of the windowed layers; 0 = the file names none. A Qwen's layers are never all windowed, and
     llama.cpp does not window them at all.
     """
-    if keys.architecture.startswith("qwen"):
-        return 0
     key = "attention.sliding_window"
+    if keys.architecture.startswith("qwen") or keys.get(key) == 0:
+        return 0
     if keys.architecture not in _GEMMA and not keys.has(key):
         return 0
-    window: int = keys.number(key, int, 4096 if keys.architecture == "gemma2" else None)
-    return window
+    return keys.count(key, 4096 if keys.architecture == "gemma2" else None)
 
 
-def _rope(keys: _Keys, head_dim: int, divisors: tuple[float, ...]) -> Rope:
-    dims = keys.number("rope.dimension_count", int, head_dim)
+def _rope(keys: _Keys, head_dim: int, factors: RopeFactors) -> Rope:
+    dims = keys.count("rope.dimension_count", head_dim)
     if dims > head_dim or dims % 2:
         raise keys.error("rope.dimension_count", f"{dims} of {head_dim} dims")
     if dims != head_dim and keys.architecture == "llama":  # rows are reordered by whole heads
         raise keys.error("rope.dimension_count", f"{dims}: only whole heads of {head_dim}")
-    base = keys.number("rope.freq_base", float, 10_000.0)
-    kind = keys.text("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise keys.error("rope.scaling.type", f"{kind!r} is not supported, only none and linear")
-    if divisors and len(divisors) != dims // 2:
-        raise keys.error("rope.dimension_count", f"rope_freqs holds {len(divisors)} of {dims // 2}")
-    rope = Rope(base=base, dims=dims, divisors=divisors)
-    if kind == "none":
-        return rope
+    kind = keys.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        only = "none, linear, yarn, longrope"
+        raise keys.error("rope.scaling.type", f"{kind!r} is not supported, only {only}")
+    tensors = {name: values for name, values in factors._asdict().items() if values}
+    for name, values in tensors.items():
+        if len(values) != dims // 2:
+            raise keys.error("rope.dimension_count", f"{name} holds {len(values)} of {dims // 2}")
+    if kind == "longrope" and not factors.rope_factors_short:
+        raise keys.error("rope.scaling.type", "longrope without rope_factors_short")
+    if len(tensors.keys() - {"rope_factors_long"}) + (kind in ("linear", "yarn")) > 1:
+        raise keys.error("rope.scaling.type", f"{kind!r} together with {', '.join(tensors)}")
+    scaling = _scaling(keys, kind, factors.rope_factors_short or factors.rope_freqs)
+    try:
+        rope = Rope(base=keys.number("rope.freq_base", float, 10_000.0), dims=dims)
+        rope = rope.scaled(scaling, keys.count("context_length"))
+    except RopeError as error:
+        raise keys.error("rope.scaling", str(error)) from error
+    factor = keys.number("rope.scaling.attn_factor", float, 1.0)
+    return structs.replace(rope, magnitude=rope.magnitude * factor)
+
+
+def _scaling(keys: _Keys, kind: str, divisors: tuple[float, ...]) -> RopeScaling:
+    """As a config.json says it. LongRoPE's magnitude is the file's `attn_factor`; YaRN's comes from
+    its factor, unless the file holds the whole of it.
+    """
     if divisors:
-        raise keys.error("rope.scaling.type", "linear and rope_freqs together")
+        return RopeScaling(kind="longrope", short_factor=list(divisors), attention_factor=1.0)
+    if kind == "none":
+        return RopeScaling()
     factor = keys.number("rope.scaling.factor", float)
-    return rope.scaled(RopeScaling(kind="linear", factor=factor), 1)
+    if kind == "linear":
+        return RopeScaling(kind=kind, factor=factor)
+    if keys.get("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
+        raise keys.error("rope.scaling.yarn_ext_factor", "only 1 is supported")
+    whole, divided = "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_log_multiplier"
+    return RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=keys.count(
+            "rope.scaling.original_context_length", keys.count("context_length")
+        ),
+        attention_factor=keys.number(whole, float) if keys.has(whole) else None,
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", float, 32.0),
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", float, 1.0),
+        mscale=1.0,
+        mscale_all_dim=keys.number(divided, float) if keys.get(divided, 0.0) != 0.0 else None,
+    )
 
 
 def names_of(family: Family, present: set[str]) -> Names:
@@ -150,9 +206,13 @@ def names_of(family: Family, present: set[str]) -> Names:
     fused = ("attn_qkv",), ("ffn_up",)
     apart = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
     qkv, gate_up = fused if family.fused else apart
-    biased = {name for name in _BIASABLE if f"blk.0.{name}.bias" in present}
-    if family.qkv_bias:
-        biased |= {*qkv}
+    biased = {
+        part
+        for matrix in (qkv, ("attn_output",), gate_up, ("ffn_down",))
+        if any(f"blk.0.{part}.bias" in present for part in matrix)
+        or (family.qkv_bias and matrix == qkv)
+        for part in matrix
+    }
     return Names(
         embedding="token_embd",
         norm="output_norm",

@@ -15,7 +15,7 @@ from services.gpu_worker.models.rope import Rope, RopeError, RopeScaling
 from shared.gguf_file import ModelFileError
 from shared.model_files import read_json
 
-_Positive = Annotated[int, Meta(gt=0)]
+_Positive = Annotated[int, Meta(gt=0, le=1 << 31)]  # checked against the files' shapes later
 _Rate = Annotated[float, Meta(gt=0)]
 
 _GELU = "gelu_pytorch_tanh"
@@ -60,7 +60,7 @@ class _Config(Struct):
     tie_word_embeddings: bool = False
     sliding_window: _Positive | None = None
     use_sliding_window: bool = False  # Qwen's
-    max_window_layers: int = 28  # Qwen's
+    max_window_layers: Annotated[int, Meta(ge=0, le=1 << 31)] = 28  # Qwen's
     sliding_window_pattern: _Positive | None = None
     layer_types: list[str] | None = None
     query_pre_attn_scalar: _Rate | None = None
@@ -81,7 +81,17 @@ def load(folder: Path, dtype: torch.dtype) -> tuple[DecoderConfig, DecoderWeight
     family = _family(file, raw)
     config = _decoder_config(file, raw, family)
     tensors = SafeTensors(folder, norm_offset=1.0 if raw.model_type.startswith("gemma") else 0.0)
-    return config, assemble(tensors, _names(raw, family), config, raw.tie_word_embeddings, dtype)
+    names = _names(raw, family)
+    tied = raw.tie_word_embeddings and _is_tied(tensors, names)
+    return config, assemble(tensors, names, config, tied, dtype)
+
+
+def _is_tied(tensors: SafeTensors, names: Names) -> bool:
+    """A head that is there and is not the embedding counts, whatever the config says: so does
+    `transformers`.
+    """
+    head, embedding = f"{names.lm_head}.weight", f"{names.embedding}.weight"
+    return head not in tensors or tensors.same(head, embedding)
 
 
 def _refuse(file: Path, key: str, value: object, only: str) -> ModelFileError:
@@ -108,7 +118,9 @@ def _decoder_config(file: Path, raw: _Config, family: Family) -> DecoderConfig:
     if heads % kv_heads:
         raise _refuse(file, "num_key_value_heads", kv_heads, f"a divisor of {heads}")
     head_dim = raw.head_dim or raw.hidden_size // heads
-    rope, local_rope = _ropes(file, raw, family, head_dim)
+    scaling, local = _scalings(file, raw, family)
+    rope = _rope(file, raw, scaling, raw.rope_theta, head_dim)
+    local_rope = _rope(file, raw, local, raw.rope_local_base_freq, head_dim) if local else None
     return DecoderConfig(
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
@@ -118,7 +130,7 @@ def _decoder_config(file: Path, raw: _Config, family: Family) -> DecoderConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_eps=raw.rms_norm_eps,
-        context_length=_context_length(raw),
+        context_length=_context_length(raw, scaling),
         rope=rope,
         local_rope=local_rope,
         windows=_windows(file, raw, family),
@@ -130,50 +142,43 @@ def _decoder_config(file: Path, raw: _Config, family: Family) -> DecoderConfig:
     )
 
 
-def _rope_parameters(raw: _Config) -> dict[str, Any]:
-    return raw.rope_parameters or raw.rope_scaling or {}
-
-
-def _context_length(raw: _Config) -> int:
+def _context_length(raw: _Config, scaling: RopeScaling) -> int:
     """LongRoPE changes its frequencies past the first training's length, and keys in a cache would
     be of either kind; so such a model serves that length.
     """
-    parameters = _rope_parameters(raw)
-    if parameters.get("rope_type", parameters.get("type")) == "longrope":
-        first = parameters.get("original_max_position_embeddings")
-        return int(first or raw.original_max_position_embeddings or raw.max_position_embeddings)
-    return raw.max_position_embeddings
+    first = scaling.original_max_position_embeddings
+    longrope = scaling.kind == "longrope"
+    return first if longrope and first else raw.max_position_embeddings
 
 
-def _ropes(file: Path, raw: _Config, family: Family, head_dim: int) -> tuple[Rope, Rope | None]:
-    """Of the layers that see everything, and of those with a window if it is another."""
-    parameters = _rope_parameters(raw)
+def _scalings(file: Path, raw: _Config, family: Family) -> tuple[RopeScaling, RopeScaling | None]:
+    """Of the layers that see everything, and of those with a window if they have another."""
     if not family.local_rope:
-        return _rope(file, raw, parameters, raw.rope_theta, head_dim), None
+        return _scaling(file, raw, raw.rope_parameters or raw.rope_scaling), None
     by_kind = raw.rope_parameters or {}
-    whole = by_kind.get("full_attention") or raw.rope_scaling or {}
-    local = by_kind.get("sliding_attention") or {}
-    return (
-        _rope(file, raw, whole, raw.rope_theta, head_dim),
-        _rope(file, raw, local, raw.rope_local_base_freq, head_dim),
-    )
+    whole = by_kind.get("full_attention") or raw.rope_scaling
+    return _scaling(file, raw, whole), _scaling(file, raw, by_kind.get("sliding_attention"))
 
 
-def _rope(file: Path, raw: _Config, parameters: dict[str, Any], base: float, head_dim: int) -> Rope:
-    named = dict(parameters)
-    if "type" in named:
-        named.setdefault("rope_type", named["type"])
-    named.setdefault("original_max_position_embeddings", raw.original_max_position_embeddings)
-    named.setdefault("partial_rotary_factor", raw.partial_rotary_factor)
+def _scaling(file: Path, raw: _Config, parameters: object) -> RopeScaling:
     try:
-        scaling = msgspec.convert(named, RopeScaling)
+        named = dict(msgspec.convert(parameters or {}, dict[str, Any]))
+        if "type" in named:
+            named.setdefault("rope_type", named["type"])
+        named.setdefault("original_max_position_embeddings", raw.original_max_position_embeddings)
+        named.setdefault("partial_rotary_factor", raw.partial_rotary_factor)
+        return msgspec.convert(named, RopeScaling)
+    except msgspec.MsgspecError as error:
+        raise ModelFileError(file, "rope_scaling", str(error)) from error
+
+
+def _rope(file: Path, raw: _Config, scaling: RopeScaling, base: float, head_dim: int) -> Rope:
+    try:
         dims = _turned(head_dim, scaling.partial_rotary_factor)
         rope = Rope(base=scaling.rope_theta or base, dims=dims)
         return rope.scaled(scaling, raw.max_position_embeddings)
     except RopeError as error:
         raise ModelFileError(file, f"rope_scaling.{error.key}", error.reason) from error
-    except msgspec.MsgspecError as error:
-        raise ModelFileError(file, "rope_scaling", str(error)) from error
 
 
 def _turned(head_dim: int, part: float) -> int:

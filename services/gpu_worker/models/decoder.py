@@ -7,10 +7,11 @@
 The residual `h` and all norms are fp32 in every precision; products run in the weights' dtype.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from msgspec import Struct
 from torch import Tensor
 
@@ -53,30 +54,32 @@ class Matrix(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """Norms are fp32; None where the family has none."""
+    """Norms are fp32; None where the family has none. A matrix is read when it is called for, so
+    that whoever packs them holds only one unpacked at a time.
+    """
 
     attention_norm: Tensor  # [hidden]
-    qkv: Matrix  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]: queries, keys, values
+    qkv: Callable[
+        [], Matrix
+    ]  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]: queries, keys, values
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None  # [head_dim]
-    attention_out: Matrix  # [hidden, num_heads * head_dim]
+    attention_out: Callable[[], Matrix]  # [hidden, num_heads * head_dim]
     attention_post_norm: Tensor | None  # [hidden]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Matrix  # [2 * inner, hidden]: gate, then up
-    down: Matrix  # [hidden, inner]
+    gate_up: Callable[[], Matrix]  # [2 * inner, hidden]: gate, then up
+    down: Callable[[], Matrix]  # [hidden, inner]
     mlp_post_norm: Tensor | None  # [hidden]
 
 
 @dataclass(slots=True, frozen=True)
 class DecoderWeights:
-    """What a loader hands over. `layers` is read once, layer by layer, so that a model that packs
-    them holds only one layer twice.
-    """
+    """What a loader hands over. `layers` is read once, and the file is closed when this is gone."""
 
     embedding: Tensor  # [vocab, hidden]
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden] fp32
-    lm_head: Tensor  # [vocab, hidden]; the embedding itself when tied
+    lm_head: Callable[[], Tensor]  # [vocab, hidden]; the embedding itself when tied
 
 
 class StepInput(NamedTuple):
@@ -91,18 +94,20 @@ class StepInput(NamedTuple):
 class _Layer:
     """One layer, its matrices packed."""
 
-    def __init__(self, config: DecoderConfig, weights: LayerWeights, window: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: LayerWeights, window: int, dtype: torch.dtype
+    ) -> None:
         self._config = config
+        self._dtype = dtype
         self._attention_norm = weights.attention_norm
         self._attention_post_norm = weights.attention_post_norm
         self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
         self._mlp_norm, self._mlp_post_norm = weights.mlp_norm, weights.mlp_post_norm
-        self._qkv = Linear(*weights.qkv)
-        self._attention_out = Linear(*weights.attention_out)
-        self._gate_up = Linear(*weights.gate_up)
-        self._down = Linear(*weights.down)
+        self._qkv = Linear(*weights.qkv())
+        self._attention_out = Linear(*weights.attention_out())
+        self._gate_up = Linear(*weights.gate_up())
+        self._down = Linear(*weights.down())
         self._gated = gelu_and_mul if config.gelu else silu_and_mul
-        self._dtype = weights.qkv.weight.dtype
         self.window = window
 
     def add_to(self, hidden: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> None:
@@ -144,11 +149,11 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self._embedding = weights.embedding
         self._layers = [
-            _Layer(config, layer, window)
+            _Layer(config, layer, window, self.dtype)
             for layer, window in zip(weights.layers, config.windows, strict=True)
         ]
         self._norm = weights.norm
-        self._lm_head = Linear(weights.lm_head)
+        self._lm_head = Linear(weights.lm_head())
         self._rotary = config.rope.table(max_model_len)
         local = config.local_rope
         self._local_rotary = local.table(max_model_len) if local else self._rotary

@@ -6,13 +6,15 @@ Every scaling known here is a divisor per pair, and a factor on the turned queri
 """
 
 import math
-from typing import Self
+from typing import Annotated, Self
 
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from kernels.rotary_embedding import rotary_table
+
+_Positive = Annotated[float, Meta(gt=0)]
 
 
 class RopeError(ValueError):
@@ -45,9 +47,19 @@ class Rope(Struct, frozen=True, kw_only=True):
 
     def scaled(self, scaling: "RopeScaling", context_length: int) -> Self:
         """The same under `scaling`, for a model of `context_length`. Raises `RopeError`."""
+        try:
+            found = self._scaled(scaling, context_length)
+            numbers = (*found._frequencies().tolist(), found.magnitude)
+        except ArithmeticError as error:
+            raise RopeError("rope_type", f"{scaling.kind!r} gives no numbers: {error}") from error
+        if not all(0 <= number < math.inf for number in numbers):
+            raise RopeError("rope_type", f"{scaling.kind!r} gives frequencies that are not finite")
+        return found
+
+    def _scaled(self, scaling: "RopeScaling", context_length: int) -> Self:
         trained = scaling.original_max_position_embeddings or context_length
         match scaling.kind:
-            case "default":
+            case "default" | "dynamic":  # dynamic: unscaled within the length of the first training
                 return self
             case "linear":
                 return self._with((scaling.need("factor"),) * (self.dims // 2))
@@ -62,7 +74,7 @@ class Rope(Struct, frozen=True, kw_only=True):
                     reason = f"{len(short)} factors for {self.dims // 2} pairs"
                     raise RopeError("short_factor", reason)
                 return self._with(short, scaling.longrope_magnitude(extension, trained))
-        known = "default, linear, llama3, yarn, longrope"
+        known = "default, dynamic, linear, llama3, yarn, longrope"
         raise RopeError("rope_type", f"{scaling.kind!r} is not supported, only {known}")
 
     def _with(self, divisors: tuple[float, ...], magnitude: float = 1.0) -> Self:
@@ -99,15 +111,15 @@ class RopeScaling(Struct, frozen=True, rename={"kind": "rope_type"}):
     factor: float | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
+    original_max_position_embeddings: Annotated[int, Meta(gt=0, le=1 << 31)] | None = None
     attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    beta_fast: _Positive = 32.0
+    beta_slow: _Positive = 1.0
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
     short_factor: list[float] = []
-    rope_theta: float | None = None
+    rope_theta: _Positive | None = None
     partial_rotary_factor: float = 1.0
 
     def need(self, key: str) -> float:

@@ -1,12 +1,19 @@
 """Log probabilities of a prompt: asked for once, delivered once, shown as OpenAI and vLLM do."""
 
+import json
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from services.gateway.events import Delta
+from services.gateway.events import Delta, SessionEnd
+from services.gateway.openai.answer import answer
+from services.gateway.openai.completions import check_completion
 from services.gateway.openai.logprobs import CompletionLists, prompt_logprobs, prompt_offsets
+from services.gateway.openai.request import Caller
 from shared.ids import pack_ids
 from shared.messages import PromptToken, TextDelta, TextRecord, TokenText
 from shared.sampling import SamplingParams
@@ -124,11 +131,11 @@ async def test_the_lists_of_an_echo_begin_with_the_prompt(
         "echo": True,
         "logprobs": 1,
     }
-    answer = await client.completions.create(**options)
+    whole = await client.completions.create(**options)
     stream = await client.completions.create(**options, stream=True)
     chunks = [chunk async for chunk in stream]
 
-    (choice,) = answer.choices
+    (choice,) = whole.choices
     lists = choice.logprobs
     assert lists is not None
     assert choice.text == ("Hi" if max_tokens == 0 else "HiHello")
@@ -143,6 +150,23 @@ async def test_the_lists_of_an_echo_begin_with_the_prompt(
         parts = [getattr(c.choices[0].logprobs, name) for c in chunks if c.choices[0].logprobs]
         assert [entry for part in parts for entry in part] == getattr(lists, name)
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
+
+
+def test_an_echo_alone_ends_by_length_whatever_the_token_was_that_it_dropped() -> None:
+    """An end id that was run for the sake of the echo is no `stop`, and nobody asked for it."""
+    caller = Caller(request_id=R, tenant="t", timeout_s=1, model="m", secret=b"s", choices_max=1)
+    body = b'{"prompt": "Hi", "echo": true, "max_tokens": 0, "logprobs": 0}'
+    writer = answer(check_completion(body, caller), 0, ["Hi"])
+    end_id = TokenText(-1.0, "<end>", b"<end>")
+    writer.add(Delta(0, 0, [2], "", "stop", 2, [end_id], [PromptToken(1, "Hi", b"Hi")]))
+    (choice,) = json.loads(writer.body(SessionEnd(None, 1, 1, 0)))["choices"]
+
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (
+        "Hi",
+        "length",
+        None,
+    )
+    assert choice["logprobs"]["tokens"] == ["Hi"]
 
 
 async def test_an_echo_shows_no_more_alternatives_than_its_field_asked_for(edge: Front) -> None:
@@ -214,6 +238,19 @@ def test_a_prompts_tokens_are_found_in_its_text(
 ) -> None:
     """Also where a vocabulary adds a begin token or a space, cuts characters, or normalizes."""
     assert prompt_offsets(tokens(*pieces), text) == offsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab \u00e9\u20ac\U0001f600", max_size=20), st.data())
+def test_however_a_text_is_cut_its_tokens_are_found(text: str, data: st.DataObject) -> None:
+    """Tokens are bytes: each begins after the characters that are whole before it."""
+    raw = text.encode()
+    cuts = data.draw(st.lists(st.integers(0, len(raw)), max_size=8).map(sorted))
+    edges = [0, *cuts, len(raw)]
+    pieces = [raw[start:end] for start, end in pairwise(edges)]
+    expected = [len(raw[:start].decode(errors="ignore")) for start in edges[:-1]]
+    assert prompt_offsets(tokens(*pieces), text) == expected
+    assert prompt_offsets(tokens(b"<s>", *pieces), text) == [0, *expected]
 
 
 def test_offsets_of_an_answer_count_characters_not_tokens() -> None:

@@ -108,6 +108,32 @@ def test_nan_logits_fail_their_own_leg() -> None:
     worker.assert_empty()
 
 
+class Stubborn(SimulatedRunner):
+    """Finds no id for prompts with 77 in them."""
+
+    def execute(self, batch: list[Scheduled]) -> list[Outcome]:
+        return [
+            Outcome(fault="no_id_left") if 77 in row.sequence.prompt_ids else outcome
+            for row, outcome in zip(batch, super().execute(batch), strict=True)
+        ]
+
+
+def test_masks_that_leave_no_id_are_the_clients_fault() -> None:
+    """It would be so on every worker: no retry."""
+    worker = Worker(runner=Stubborn(SIM, words=range(900), end_ids=[END_ID]))
+    worker.run(choice=0)
+    worker.run(choice=1, prompt_ids=pack_ids([77, *PROMPT]))
+    worker.steps()
+    sent = worker.take()
+
+    (failed,) = sent.failed
+    assert (failed.choice, failed.code, failed.retryable) == (1, "invalid_request", False)
+    assert failed.param == "allowed_token_ids"
+    assert worker.core.stats()["fault_no_id_left"] == 1
+    assert sent.ids == truth()
+    worker.assert_empty()
+
+
 class Raises:
     """A model that raises on some prompts."""
 

@@ -1,8 +1,11 @@
 """Every family against `transformers`: a tiny random checkpoint, in fp32, token by token."""
 
+import msgspec
 import pytest
 import torch
 
+from shared.sampling import SamplingParams
+from tests.services.gpu_worker.core_kit import Answer, Ask, Core, Row
 from tests.services.gpu_worker.legs_kit import Legs
 from tests.services.gpu_worker.tiny_families import (
     CASES,
@@ -45,19 +48,47 @@ def test_logits_and_greedy_ids_equal_those_of_transformers(pair):
     assert leg.output_ids == expected.argmax(-1).tolist()
 
 
-def test_a_leg_is_bitwise_the_same_however_it_is_batched(pair):
-    """Ids and logprobs: alone and whole, or in chunks and changing company."""
-    _, runner, _ = pair
-    prompts = [PROMPT, PROMPT[:40], PROMPT[3:4]]
+# What may happen to a leg, and the chunks in which the last prompt is computed meanwhile.
+WAYS = {
+    "company": len(PROMPT),
+    "chunks": 7,
+    "prefix hit": 50,
+    "preemption": 50,
+    "resume": 50,
+}
+_GREEDY = SamplingParams(max_tokens=36, temperature=0, logprobs=VOCAB)
+_DRAWN = msgspec.structs.replace(
+    _GREEDY, temperature=0.9, seed=11, top_p=0.9, repetition_penalty=1.2
+)
+ASKS = [Ask(PROMPT[60:100], _DRAWN), Ask(PROMPT[3:4], _GREEDY), Ask(PROMPT, _DRAWN)]
+TOO_FEW_BLOCKS = 27  # the prompts fill 23 of them, and each answer needs two or three more
 
-    def run(chosen, budgets):
-        legs = Legs(runner)
-        added = [legs.add(prompt) for prompt in chosen]
-        return legs.run(dict(zip(added, budgets, strict=True)), 10)
 
-    expected = [run([prompt], [1000])[0] for prompt in prompts]
-    assert run(prompts, [1000, 1000, 1000]) == expected
-    assert run(prompts, [61, 5, 1]) == expected
+@pytest.fixture(scope="module")
+def alone(pair):
+    """What each leg says when nobody else is there and its prompt is computed in one piece."""
+    cores = [Core(pair[1], batch=1, chunk=512) for _ in ASKS]
+    return [core.answers([ask])[0] for core, ask in zip(cores, ASKS, strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_leg_in_fp32_is_bitwise_what_it_is_alone(pair, alone, way):
+    """Ids drawn and greedy, and whole distributions, among others and with `way` happening."""
+    num_blocks = TOO_FEW_BLOCKS if way == "preemption" else None
+    core = Core(pair[1], batch=len(ASKS), chunk=WAYS[way], num_blocks=num_blocks)
+    if way == "prefix hit":
+        core.answers([ask._replace(prompt_ids=[*ask.prompt_ids[:160], 0]) for ask in ASKS])
+    begin = 5 if way == "resume" else 0
+    asks = [
+        ask._replace(output_ids=said.ids[:begin]) for ask, said in zip(ASKS, alone, strict=True)
+    ]
+    found = core.answers(asks)
+
+    assert found == [Answer(said.ids[begin:], said.logprobs[begin:], []) for said in alone]
+    chunk = Row(WAYS[way], samples=way == "company")
+    assert any(len(rows) == len(ASKS) and chunk in rows for rows in core.steps)
+    assert (core.num_preemptions > 0) == (way == "preemption")
+    assert (core.num_cached_tokens[-1] > 0) == (way == "prefix hit")
 
 
 def test_bf16_says_nearly_the_same(pair):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,13 +28,19 @@ ARCHITECTURES = {
     "llama": "llama",
     "llama, llama3 rope": "llama",
     "llama, linear rope": "llama",
+    "llama, dynamic rope": "llama",
+    "llama, yarn rope": "llama",
     "llama, tied, biases": "llama",
+    "mistral": "llama",
+    "mistral, no window": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3, yarn rope": "qwen3",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "phi3": "phi3",
     "phi3, partial rope": "phi3",
+    "phi3, longrope": "phi3",
 }
 PROMPT = [(5 * i * i + i + 2) % VOCAB for i in range(61)]
 NEW_IDS = 5
@@ -99,11 +105,9 @@ def write(file, model, architecture, arrays):
     rope = ropes.get("full_attention", ropes)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
-    if rope["rope_type"] == "linear":
-        writer.add_string(f"{architecture}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(rope["factor"])
-    if getattr(config, "sliding_window", None):
-        writer.add_sliding_window(config.sliding_window)
+    write_rope_scaling(writer, rope, config.max_position_embeddings)
+    if architecture == "phi3" or getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -114,6 +118,23 @@ def write(file, model, architecture, arrays):
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def write_rope_scaling(writer, rope, context_length):
+    kind = rope["rope_type"]
+    if kind in ("linear", "yarn", "longrope"):
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "longrope":
+        trained = rope["original_max_position_embeddings"]
+        growth = math.log(context_length / trained) / math.log(trained)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + growth))
+        for length in ("short", "long"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -218,8 +239,10 @@ def test_k_quants_are_read_as_their_description_says(tmp_path, kind):
     tensors.check("w", (3, 512))
     blocks = raw.reshape(-1, BLOCK_BYTES[kind])
     expected = torch.tensor([block_by_hand(kind, block) for block in blocks]).reshape(3, 512)
-    torch.testing.assert_close(tensors.read("w"), expected, atol=1e-3, rtol=1e-5)
-    assert np.array_equal(tensors.read("w").numpy(), dequantize(raw, kind))
+    found = torch.empty(3, 512)
+    tensors.read("w", found)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
+    assert np.array_equal(found.numpy(), dequantize(raw, kind))
 
 
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path):

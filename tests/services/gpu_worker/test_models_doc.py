@@ -5,6 +5,7 @@ from pathlib import Path
 
 from services.gpu_worker.loader.gguf import _FORMATS
 from services.gpu_worker.models.families import FAMILIES
+from services.tokenizer.encoders import _WORDS
 from tests.services.gpu_worker.test_gguf_families import ARCHITECTURES
 from tests.services.gpu_worker.tiny_families import CASES
 
@@ -35,15 +36,28 @@ its description on odd and on random strings (`tests/services/tokenizer/test_par
 Formats: {formats}. Q4_K, Q5_K and Q6_K are compared with a decoder written from their description,
 the others with what the `gguf` package wrote.
 
-The vocabulary must be byte-level BPE (`tokenizer.ggml.model` = `gpt2`). Files with a SentencePiece
-vocabulary (Llama 2, Mistral, Gemma, Phi-3) are refused by that key so far; their Hugging Face
-directories are read.
+## Vocabularies
+
+Byte-level BPE (`tokenizer.ggml.model` = `gpt2`, pre-tokenizers {words}) and
+SentencePiece of type BPE (`llama`), from GGUF, from `tokenizer.json`, and from `tokenizer.model`
+where a directory has no other; Unigram is refused by name. Ids of odd strings, alone and in chats,
+equal those of `transformers` for a directory of every family
+(`tests/services/tokenizer/test_hugging_face.py`) and for GGUF files of Gemma and Phi-3; alone, for
+GGUF vocabularies of Llama 3, SmolLM2 and Qwen (`test_gguf_vocabularies.py`). Those of random
+strings as well equal `sentencepiece`'s for tiny models of every option and for Mistral 7B's own
+(`test_spm.py`). `tekken` is checked with the first 20,000 tokens of Mistral Nemo's own file.
+
+In a GGUF file and in a `tokenizer.model`, text between control tokens is encoded like a text of its
+own, with its space before it, as SentencePiece's own callers and llama.cpp do; a `tokenizer.json`
+says itself what it wants.
 
 ## Not read, and refused by name
 
-Mixtures of experts; Gemma 3 with images (`model_type` `gemma3`); rope scaling `dynamic`; in GGUF
-also `yarn` and `longrope`. LongRoPE models serve the length of their first training, since past it
-the frequencies of keys already cached would change.
+Mixtures of experts; Gemma 3 with images (`model_type` `gemma3`); pickled weights (`.bin`, `.pt`);
+GGUF files in several parts. Models with rope scaling `longrope` or `dynamic` serve the length of
+their first training, since past it the frequencies of keys already cached would change. A Mistral
+or Qwen GGUF has a sliding window only if the file names one (Mistral) or never (Qwen): the usual
+converter writes none.
 """
 
 
@@ -56,7 +70,8 @@ def page():
         gguf = "yes" if name in ARCHITECTURES else "not tested"
         lines.append(f"| {name} | yes | yes | yes | {gguf} |")
     formats = ", ".join(kind.name for kind in _FORMATS.values())
-    return HEAD + "\n".join(lines) + "\n" + TAIL.format(formats=formats)
+    words = ", ".join(f"`{name}`" for name in ("gpt-2", "smollm", *_WORDS))
+    return HEAD + "\n".join(lines) + "\n" + TAIL.format(formats=formats, words=words)
 
 
 def test_the_page_is_what_the_tests_check():

@@ -4,62 +4,23 @@ from collections import Counter
 import pytest
 import torch
 
-from services.gpu_worker.sampler import Sampler, uniform
-from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.sampler import uniform
 from shared.ids import unpack_ids
-from shared.sampling import SamplingParams
-
-VOCAB = 40
-END = 7
-SAMPLER = Sampler(frozenset({END}))
-
-
-def leg(*, prompt=(1,), output=(), **params):
-    params = SamplingParams(max_tokens=100, **params)
-    return Sequence(list(prompt), params, output_ids=list(output))
-
-
-def some_logits(rows=1):
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
-
-
-def draws(logits, count=8_000, **params):
-    """How often each id is drawn from one row of logits under `count` seeds."""
-    legs = [leg(seed=seed, **params) for seed in range(count)]
-    sampled = SAMPLER.sample(logits.expand(count, -1), legs)
-    return Counter(s.token_id for s in sampled)
-
-
-def chi_squared_is_plausible(counts, probabilities):
-    """False alarm below 1e-6 for any honest generator (Wilson-Hilferty, 4.9 sigma)."""
-    total = sum(counts.values())
-    expected = probabilities * total
-    assert all(counts[i] == 0 for i in range(len(expected)) if expected[i] == 0)
-    used = [i for i in range(len(expected)) if expected[i] > 0]
-    statistic = sum((counts[i] - expected[i]) ** 2 / expected[i] for i in used)
-    freedom = len(used) - 1
-    spread = 2 / (9 * freedom)
-    sigmas = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-    assert sigmas < 4.9, f"chi squared {statistic:.1f} at {freedom} degrees of freedom"
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_softmax_at_the_temperature(temperature):
-    logits = some_logits()
-    counts = draws(logits, temperature=temperature)
-    chi_squared_is_plausible(counts, torch.softmax(logits[0].double() / temperature, -1))
+from tests.services.gpu_worker.sampler_kit import (
+    END,
+    SAMPLER,
+    VOCAB,
+    chi_squared_is_plausible,
+    draws,
+    leg,
+    some_logits,
+)
 
 
 def kept(logits, mask):
     return torch.where(mask, torch.softmax(logits.double(), -1), 0.0) / (
         torch.softmax(logits.double(), -1)[mask].sum()
     )
-
-
-def test_top_k_draws_among_the_k_best_only():
-    logits = some_logits()[0]
-    mask = logits >= logits.topk(5).values[-1]
-    chi_squared_is_plausible(draws(logits[None], top_k=5), kept(logits, mask))
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.5, 0.9, 0.9999])
@@ -87,21 +48,40 @@ def test_top_p_cuts_inside_top_k():
     assert set(draws(logits, count=500, top_k=10, top_p=0.5)) == set(range(5))
 
 
-def test_min_p_is_relative_to_the_best():
-    logits = some_logits()[0]
-    probabilities = torch.softmax(logits.double(), -1)
-    mask = probabilities >= 0.1 * probabilities.max()
-    chi_squared_is_plausible(draws(logits[None], min_p=0.1), kept(logits, mask))
-
-
-def test_flat_distributions_are_cut_exactly_too():
-    """Where the fast path for the head of the distribution does not reach."""
-    logits = torch.zeros(1, VOCAB)
-    logits[0, 0] = 12.0  # all others lie below every floor but zero
-    assert set(draws(logits, count=100, top_k=3)) >= {0}
-    logits = torch.cat((torch.tensor([14.0]), torch.zeros(49_151)))[None]  # 96 % to the first
-    drawn = draws(logits, count=100, top_p=0.99)
-    assert 80 < drawn[0] < 100
+@pytest.mark.parametrize("vocab", [100, 256, 1_000, 6_000])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 50},
+        {"top_k": 300},
+        {"top_k": 300, "top_p": 0.5},
+        {"top_p": 0.3},
+        {"top_p": 0.9},
+        {"top_p": 0.999},
+        {"top_k": 5000},
+    ],
+)
+def test_rows_are_cut_where_a_full_sort_would_cut_them(vocab, params):
+    """Whether the best few tell or all must be sorted, and beside rows of which they do."""
+    generator = torch.Generator().manual_seed(vocab)
+    flat = torch.rand(vocab, generator=generator)
+    steep = torch.randn(vocab, generator=generator) * 4
+    for logits in (flat, steep):
+        ranked = torch.softmax(logits.double(), -1).sort(descending=True)
+        among = ranked.values[: params.get("top_k", vocab)]
+        among = among / among.sum()
+        kept = int((among.cumsum(0) - among < params.get("top_p", 2)).sum())
+        allowed = {*ranked.indices[:kept].tolist()}
+        company = [leg(temperature=1), leg(top_k=1), leg(top_p=0.999)]
+        rows = [leg(seed=seed, **params) for seed in range(24)] + company
+        sampled = SAMPLER.sample(torch.stack([logits] * 24 + [steep, flat, flat]), rows)
+        drawn = [outcome.token_id for outcome in sampled[:24]]
+        assert {*drawn} <= allowed
+        cumulative = torch.zeros(vocab, dtype=torch.float64)
+        cumulative[ranked.indices[:kept]] = ranked.values[:kept]
+        cumulative = cumulative.cumsum(0) / cumulative.sum()
+        points = torch.tensor([uniform(seed, 0) for seed in range(24)], dtype=torch.float64)
+        assert drawn == torch.searchsorted(cumulative, points, right=True).tolist()
 
 
 def test_a_draw_depends_on_seed_and_position_alone():
@@ -202,6 +182,53 @@ def test_logprobs_are_of_the_raw_distribution():
     assert biased.logprobs.top_logprobs == tuple(expected.topk(3).values.tolist())
     assert plain.logprobs.top_ids == b""
     assert plain.logprobs.logprob == torch.log_softmax(logits[1], -1).max().item()
+
+
+def test_only_allowed_ids_come():
+    """Neither a bias nor a penalty brings another back."""
+    logits = some_logits()
+    drawn = draws(
+        logits, 300, allowed_token_ids=(3, 5, 9, 9), logit_bias={11: 100.0}, presence_penalty=-2
+    )
+    assert {*drawn} == {3, 5, 9}
+
+
+def test_a_bad_word_ends_after_its_other_ids_only():
+    """They must have been output, the last of them just now; what the prompt ends with is free."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5], logits[0, 6] = 9.0, 8.0
+
+    def best(*bad_words, output=(), prompt=(1,)):
+        legs = [leg(temperature=0, bad_words=bad_words, output=output, prompt=prompt)]
+        return SAMPLER.sample(logits, legs)[0].token_id
+
+    assert best((5,)) == 6
+    assert best((5,), (6,)) == 0
+    assert best((2, 5), output=[2]) == 6
+    assert best((2, 5), output=[2, 3]) == 5
+    assert best((2, 5), prompt=[2]) == 5
+    assert best((1, 2, 5), prompt=[1], output=[2]) == 5
+    assert best((1, 2, 5), output=[3, 1, 2]) == 6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": (END,), "min_tokens": 1},
+        {"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))},
+        {"bad_words": tuple((i,) for i in range(VOCAB))},
+    ],
+)
+def test_masks_that_leave_nothing_fail_their_leg(temperature, params):
+    """No id is made up, and the other rows are as they would be."""
+    logits = some_logits(3)
+    rows = [leg(seed=row, temperature=temperature) for row in range(3)]
+    expected = SAMPLER.sample(logits, rows)
+    rows[1] = leg(temperature=temperature, logprobs=2, **params)
+    first, empty, third = SAMPLER.sample(logits, rows)
+    assert (empty.fault, empty.token_id) == ("no_id_left", None)
+    assert [first, third] == [expected[0], expected[2]]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

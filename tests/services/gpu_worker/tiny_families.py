@@ -34,6 +34,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, linear rope": ("Llama", {"rope_parameters": _LINEAR}),
     "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
     "llama, yarn rope": ("Llama", {"rope_parameters": YARN}),
+    "llama, dynamic rope": ("Llama", {"rope_parameters": DYNAMIC}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),

@@ -182,15 +182,19 @@ def test_a_death_is_told_to_all_gateways_and_each_placed_leg(rig: Rig, instance:
     assert rig.sent(Lost) == []
 
 
-def test_a_leg_placed_at_a_dead_worker_loses_its_route(rig: Rig) -> None:
-    """The reason tells the session whether it was a death."""
+def test_a_leg_placed_at_a_lost_worker_loses_its_route(rig: Rig) -> None:
+    """The reason tells the session whether it was a death: silence is none."""
     rig.submit()
     rig.sent()
     rig.alive.pop("w0")
     rig.pass_time(1.2)
     [(gateway, lost)] = rig.sent(RouteLost)
-    assert (gateway, lost.epoch, lost.reason) == ("g", 1, "worker_lost")
+    assert (gateway, lost.epoch, lost.reason) == ("g", 1, "worker_hung")
     assert rig.core.num_workers == 1
+    rig.submit(epoch=2)
+    rig.say(Died(instance="w1", reason="killed"))
+    [(_, lost)] = rig.sent(RouteLost)
+    assert (lost.epoch, lost.reason) == (2, "worker_lost")
 
 
 def test_a_hung_worker_is_lost_and_gets_nothing(rig: Rig) -> None:

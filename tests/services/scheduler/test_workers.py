@@ -11,12 +11,12 @@ def beat(instance: str = "w", **fields: Any) -> Beat:
     return Beat(instance=instance, **defaults | fields)
 
 
-def test_silence_of_a_second_is_death_and_a_late_beat_is_life() -> None:
-    """A worker that was only slow comes back with its next beat."""
+def test_silence_of_a_second_is_a_loss_and_a_late_beat_is_life() -> None:
+    """A worker that was only slow comes back with its next beat; so its legs killed nobody."""
     peers = Peers()
     peers.hear(beat(), 0.0)
     assert peers.tick(0.99) == []
-    assert peers.tick(1.0) == [Gone("w", hung=False)]
+    assert peers.tick(1.0) == [Gone("w", hung=True)]
     assert peers.tick(1.1) == []
     assert not peers.usable("w")
     peers.hear(beat(seq=2), 1.5)
@@ -54,7 +54,7 @@ def test_a_watcher_that_slept_declares_nobody_dead() -> None:
     peers.hear(beat(), 0.0)
     peers.restart(5.0)
     assert peers.tick(5.9) == []
-    assert peers.tick(6.0) == [Gone("w", hung=False)]
+    assert peers.tick(6.0) == [Gone("w", hung=True)]
 
 
 def test_losses_are_remembered_for_a_new_leader_unless_they_came_back() -> None:
@@ -64,7 +64,7 @@ def test_losses_are_remembered_for_a_new_leader_unless_they_came_back() -> None:
     peers.hear(beat("b"), 0.0)
     peers.tick(1.0)
     peers.hear(beat("b", seq=2), 1.5)
-    assert peers.recent(2.0) == [Gone("a", hung=False)]
+    assert peers.recent(2.0) == [Gone("a", hung=True)]
     assert peers.recent(1.0 + REMEMBER_S + 0.1) == []
 
 

@@ -111,8 +111,8 @@ USER_DEFINED = {*GEMMA["user_defined_symbols"]}  # type: ignore[misc]
 
 
 def gguf(file: Path, model: Path, architecture: str = "llama", **keys: object) -> Path:
-    """`model` as llama.cpp's converter writes it; `keys` of `tokenizer.ggml`, and `added` tokens,
-    texts with their types.
+    """`model` as llama.cpp's converter writes it; `keys` that begin with `tokenizer.`, their dots
+    written `__`, and `added` tokens, texts with their types.
     """
     processor = sentencepiece.SentencePieceProcessor(str(model))
     added: dict[str, TokenType] = keys.pop("added", {})  # type: ignore[assignment]
@@ -126,11 +126,14 @@ def gguf(file: Path, model: Path, architecture: str = "llama", **keys: object) -
         [*map(processor.get_score, range(len(processor))), *([-1000.0] * len(added))]
     )
     writer.add_token_types([*types_of(processor), *added.values()])
-    for name, i in (("bos", processor.bos_id()), ("eos", processor.eos_id())):
-        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", i)
+    keys = {
+        "ggml__bos_token_id": processor.bos_id(),
+        "ggml__eos_token_id": processor.eos_id(),
+        **keys,
+    }
+    adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in keys.items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_string
-        add(f"tokenizer.{key.replace('__', '.')}", value)  # type: ignore[arg-type]
+        adders[type(value)](f"tokenizer.{key.replace('__', '.')}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,13 +11,10 @@ from shared.errors import InvalidRequest
 from shared.messages import ChatPrompt
 from tests.services.tokenizer.templates import TEMPLATES
 
-CONTROL = ControlTexts(
-    (
-        "<s> </s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
-        "<|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
-        "<start_of_turn> <end_of_turn> <|user|> <|assistant|> <|system|> <|end|>"
-    ).split()
-)
+MARKS = ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+MARKS += ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+MARKS += ["<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+CONTROL = ControlTexts(MARKS)
 CALLS = ("smollm2", "mistral", "llama3", "qwen", "phi3")  # that take a tool's message
 SHOWN = ("mistral", "llama3", "qwen")  # and show calls
 

@@ -1,6 +1,5 @@
 """What tests of stored requests share."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -14,13 +13,12 @@ R = "r" * 32
 
 @contextlib.asynccontextmanager
 async def keeping(store: Store) -> AsyncIterator[None]:
-    """`store.keep()` runs inside."""
-    task = asyncio.create_task(store.keep())
+    """`store` looks after its streams inside."""
+    store.start()
     try:
         yield
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await store.close()
 
 
 def submitted(tenant: str = "t", body: bytes = b'{"a":1}', timeout_s: float = 60.0) -> Submitted:
