@@ -125,9 +125,9 @@ def library(architecture: str = "native") -> ctypes.CDLL:
         raise BuildError(f"the system does not lend the matrix unit: {os.strerror(refused)}")
     lib.shoal_open.restype = ctypes.c_void_p
     lib.shoal_open.argtypes = [ctypes.POINTER(Model), ctypes.c_int]
-    lib.shoal_forward.restype = None
+    lib.shoal_forward.restype = ctypes.c_int
     lib.shoal_forward.argtypes = [ctypes.c_void_p, ctypes.POINTER(Step)]
-    lib.shoal_logits.restype = None
+    lib.shoal_logits.restype = ctypes.c_int
     lib.shoal_logits.argtypes = [ctypes.c_void_p, ctypes.POINTER(Logits)]
     lib.shoal_seconds.restype = None
     lib.shoal_seconds.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_double)]

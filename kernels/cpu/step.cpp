@@ -487,9 +487,25 @@ int shoal_begin() {
 
 void* shoal_open(const Model* model, int threads) { return new Decoder(*model, threads); }
 
-void shoal_forward(void* decoder, const Step* step) { static_cast<Decoder*>(decoder)->forward(*step); }
+// These two: 0, or an error number (no memory). All memory is taken before anything is computed.
+int shoal_forward(void* decoder, const Step* step) {
+  try {
+    static_cast<Decoder*>(decoder)->forward(*step);
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
+  return 0;
+}
 
-void shoal_logits(void* decoder, const Logits* asked) { static_cast<Decoder*>(decoder)->logits(*asked); }
+
+int shoal_logits(void* decoder, const Logits* asked) {
+  try {
+    static_cast<Decoder*>(decoder)->logits(*asked);
+  } catch (const std::bad_alloc&) {
+    return ENOMEM;
+  }
+  return 0;
+}
 
 void shoal_seconds(void* decoder, double* seconds) {
   std::memcpy(seconds, static_cast<Decoder*>(decoder)->seconds, sizeof Decoder::seconds);

@@ -191,6 +191,7 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
         runner = load_runner(
             Path(launch.model),
             dtype=config.dtype,
+            quantize=config.quantize,
             num_blocks=config.num_blocks,
             kv_bytes_max=config.kv_bytes_max,
             max_model_len=config.max_model_len,

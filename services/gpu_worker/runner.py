@@ -1,12 +1,15 @@
 """The seam between the engine core and what computes: the real model or the simulated one."""
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec import Struct
 
 from services.gpu_worker.faults import Fault
 from services.gpu_worker.sequence import Score, Sequence
 from shared.messages import TokenLogprobs
+
+if TYPE_CHECKING:  # torch takes 2 s to import, and a simulated engine needs none of it
+    from torch import Tensor
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -42,6 +45,21 @@ class Outcome(NamedTuple):
     logprobs: TokenLogprobs | None = None
     scores: tuple[Score, ...] = ()  # of the prompt ids after `Sequence.to_score`
     fault: Fault = ""
+
+
+class StepModel(Protocol):
+    """What computes: torch, or the compiled step. Owns weights and KV blocks."""
+
+    def forward(self, batch: list[Scheduled]) -> None:
+        """Compute every id of `batch` and store its K and V."""
+
+    def logits(self, rows: list[int]) -> "Tensor":
+        """Logits fp32 [rows, vocab] of some ids of the last `forward`, counted in its order. The
+        caller may change them.
+        """
+
+    def clear(self, blocks: list[int]) -> None:
+        """Set K and V of these blocks to zero."""
 
 
 class ModelRunner(Protocol):

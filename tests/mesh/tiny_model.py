@@ -45,7 +45,9 @@ def write_tiny_model(directory: Path) -> Path:
         json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE})
     )
     # What a request leaves open is greedy.
-    (directory / "generation_config.json").write_text(json.dumps({"temperature": 0, "eos_token_id": 1}))
+    (directory / "generation_config.json").write_text(
+        json.dumps({"temperature": 0, "eos_token_id": 1})
+    )
     save_file(_weights(len(vocab)), str(directory / "model.safetensors"))
     return directory
 

@@ -53,7 +53,7 @@ class FusedDecoder:
         self.config = config
         self._library = c.library()
         self._kept: list[Tensor] = []  # what the library has addresses of
-        self._head_dim = padded(config.head_dim, HEAD_STEP)
+        self._head_dim = head_dim_of(config)
         self.pool = torch.zeros(
             num_blocks, config.num_layers, config.num_kv_heads, 2, self._head_dim * 16,
             dtype=torch.bfloat16,
@@ -86,7 +86,8 @@ class FusedDecoder:
             span=address + 4 * len(ids),
             tables=address + 4 * (len(ids) + len(places)),
         )
-        self._library.shoal_forward(self._handle, step)
+        if self._library.shoal_forward(self._handle, step):
+            raise MemoryError("no memory for the rows of a step")
 
     def logits(self, rows: list[int]) -> Logits:
         """Of these rows of the last `forward`."""
@@ -95,7 +96,8 @@ class FusedDecoder:
         best = torch.empty(len(rows), dtype=torch.int32)
         sound = torch.empty(len(rows), dtype=torch.bool)
         addresses = [tensor.data_ptr() for tensor in (numbers, values, best, sound)]
-        self._library.shoal_logits(self._handle, c.Logits(len(rows), *addresses))
+        if self._library.shoal_logits(self._handle, c.Logits(len(rows), *addresses)):
+            raise MemoryError("no memory for the rows of logits")
         return Logits(values[:, : self.config.vocab_size], best, sound)
 
     def seconds(self) -> dict[str, float]:
@@ -116,7 +118,7 @@ class FusedDecoder:
             self._fill(layers[index], layer, turn)
             layers[index].window = window
             layers[index].local = bool(window and config.local_rope)
-        head, norm = self._reader(Matrix(weights.lm_head), weights.norm, turn)
+        head, norm = self._reader(Matrix(weights.lm_head()), weights.norm, turn)
         cosines, sines = self._angles(config.rope.table(max_model_len))
         local = (config.local_rope or config.rope).table(max_model_len)
         local_cosines, local_sines = self._angles(local)
@@ -150,19 +152,19 @@ class FusedDecoder:
 
     def _fill(self, into: c.Layer, layer: LayerWeights, turn: Tensor | None) -> None:
         config, dims = self.config, self._head_dim
-        qkv, into.attention_norm = self._reader(layer.qkv, layer.attention_norm, turn)
+        qkv, into.attention_norm = self._reader(layer.qkv(), layer.attention_norm, turn)
         heads = config.num_heads + 2 * config.num_kv_heads
         into.qkv = self._matrix(pack(*_padded_outputs(qkv, heads, dims)))
         into.query_norm = self._vector(layer.query_norm)
         into.key_norm = self._vector(layer.key_norm)
-        out = _writer(layer.attention_out, turn)
+        out = _writer(layer.attention_out(), turn)
         wide = pad_blocks(out.weight, config.num_heads, dims, dim=1)
         into.attention_out = self._matrix(pack(self._to_residual(wide), out.bias))
         into.attention_post_norm = self._vector(layer.attention_post_norm)
-        gate_up, into.mlp_norm = self._reader(layer.gate_up, layer.mlp_norm, turn)
+        gate_up, into.mlp_norm = self._reader(layer.gate_up(), layer.mlp_norm, turn)
         gate_up = _padded_outputs(gate_up, 2, padded(config.inner_size))
         into.gate_up = self._matrix(pack(*gate_up))
-        down = _writer(layer.down, turn)
+        down = _writer(layer.down(), turn)
         into.down = self._matrix(pack(self._to_residual(down.weight), down.bias, grouped=True))
         into.mlp_post_norm = self._vector(layer.mlp_post_norm)
 
@@ -211,6 +213,11 @@ class FusedDecoder:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor.contiguous())
         return self._kept[-1].data_ptr()
+
+
+def head_dim_of(config: DecoderConfig) -> int:
+    """Dims of a head as it is stored."""
+    return padded(config.head_dim, HEAD_STEP)
 
 
 def _writer(matrix: Matrix, turn: Tensor | None) -> Matrix:

@@ -9,9 +9,10 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from services.gpu_worker.model_runner import QUERY_TILE, DecoderRunner, compute_dtype, load_runner
+from services.gpu_worker.model_runner import DecoderRunner, compute_dtype, load_runner
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
+from services.gpu_worker.torch_model import QUERY_TILE
 from services.tokenizer.tokenizer import Tokenizer
 from shared.gguf_file import read_gguf
 from shared.ids import unpack_ids
@@ -27,6 +28,7 @@ VOCAB = 49_152
 def load(dtype="fp32", **changes):
     settings = {
         "dtype": dtype,
+        "quantize": "none",
         "num_blocks": 128,
         "kv_bytes_max": 0,
         "max_model_len": None,
@@ -179,7 +181,7 @@ def test_a_leg_with_broken_keys_fails_alone_and_its_blocks_can_be_used_again(run
     [expected] = legs.run({sound: 1000}, 3)
     legs.run({broken: 1000}, 1)
     blocks = torch.tensor(broken.block_table)
-    runner._pool.index_fill_(3, blocks, math.nan)
+    runner._model.pool.index_fill_(3, blocks, math.nan)
     again = legs.add(ids[:40])
     legs.step({broken: 1, again: 1000})
     assert legs.results[broken][-1].fault == "nan_logits"
@@ -187,7 +189,7 @@ def test_a_leg_with_broken_keys_fails_alone_and_its_blocks_can_be_used_again(run
     heir.block_table = broken.block_table
     results = legs.run({again: 1000, heir: 9}, 3)
     assert results == [expected, expected]
-    runner._pool.index_fill_(3, blocks, 0)
+    runner._model.pool.index_fill_(3, blocks, 0)
 
 
 def test_rows_that_do_not_reach_the_last_id_sample_nothing(runner, ids):

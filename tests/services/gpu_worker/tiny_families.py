@@ -10,6 +10,7 @@ from services.gpu_worker.loader import load_model
 from services.gpu_worker.model_runner import DecoderRunner
 from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.runner import ModelSpec
+from services.gpu_worker.torch_model import TorchModel
 from shared.kv import BLOCK_SIZE
 
 VOCAB, WINDOW = 101, 24
@@ -120,11 +121,11 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-class Watched(Decoder):
+class Watched(TorchModel):
     """Keeps the logits of every step that sampled."""
 
-    def logits(self, hidden):
-        logits = super().logits(hidden)
+    def logits(self, rows):
+        logits = super().logits(rows)
         self.seen = [*getattr(self, "seen", []), *logits.clone()]
         return logits
 
@@ -141,4 +142,4 @@ def runner_of(path: Any, dtype: torch.dtype = torch.float32) -> DecoderRunner:
         block_size=BLOCK_SIZE,
         end_ids=frozenset(),
     )
-    return DecoderRunner(Watched(config, weights, length), spec)
+    return DecoderRunner(Watched(Decoder(config, weights, length), spec.num_blocks), spec)

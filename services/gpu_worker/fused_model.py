@@ -1,0 +1,36 @@
+"""The compiled step behind `StepModel`."""
+
+from torch import Tensor
+
+from services.gpu_worker.models.decoder import DecoderConfig
+from services.gpu_worker.models.fused import FusedDecoder, Span, head_dim_of
+from services.gpu_worker.runner import Scheduled
+from shared.kv import BLOCK_SIZE
+
+
+class FusedModel:
+    """See `StepModel`."""
+
+    def __init__(self, decoder: FusedDecoder) -> None:
+        self.decoder = decoder
+
+    def forward(self, batch: list[Scheduled]) -> None:
+        self.decoder.forward([_span(row) for row in batch])
+
+    def logits(self, rows: list[int]) -> Tensor:
+        return self.decoder.logits(rows).values
+
+    def clear(self, blocks: list[int]) -> None:
+        self.decoder.pool[blocks] = 0
+
+
+def fused_block_bytes(config: DecoderConfig) -> int:
+    """Size of one KV block over all layers, in bf16."""
+    return config.num_layers * config.num_kv_heads * 2 * BLOCK_SIZE * head_dim_of(config) * 2
+
+
+def _span(row: Scheduled) -> Span:
+    sequence, start = row.sequence, row.sequence.num_computed_tokens
+    num_blocks = -(-(start + row.num_tokens) // BLOCK_SIZE)
+    ids = sequence.ids_from(start, row.num_tokens)
+    return Span(ids, start, sequence.block_table[:num_blocks])

@@ -1,0 +1,137 @@
+"""The decoder in torch behind `StepModel`: its KV pool, and a batch as the tensors it takes."""
+
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.paged_attention import AttentionGroup, first_block
+from services.gpu_worker.models.decoder import Decoder, StepInput
+from services.gpu_worker.runner import Scheduled
+from services.gpu_worker.sequence import Sequence
+from shared.kv import BLOCK_SIZE
+
+QUERY_TILE = 128  # prompt tokens whose scores are in memory at once: 9 heads x 8k context = 38 MB
+
+
+class _Piece(NamedTuple):
+    """Ids [start, stop) of one row of the batch: what one attention group takes of it."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks of everything these ids may see."""
+        return self.sequence.block_table[: -(-self.stop // BLOCK_SIZE)]
+
+
+class TorchModel:
+    """See `StepModel`."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self._windows = {*config.windows}
+        # Zeros, because slots that are hidden from a row still take part with weight 0.
+        self.pool = torch.zeros(
+            config.num_layers,
+            2,
+            config.num_kv_heads,
+            num_blocks,
+            BLOCK_SIZE,
+            config.head_dim,
+            dtype=decoder.dtype,
+        )
+        self._hidden = torch.empty(0)  # of the last step
+        self._places: list[int] = []  # of each id of the batch among its rows
+
+    def forward(self, batch: list[Scheduled]) -> None:
+        step, self._places = _assemble(_grouped(batch), self._windows, batch)
+        self._hidden = self._decoder.forward(step, self.pool)
+
+    def logits(self, rows: list[int]) -> Tensor:
+        return self._decoder.logits(self._hidden[[self._places[row] for row in rows]])
+
+    def clear(self, blocks: list[int]) -> None:
+        self.pool.index_fill_(3, torch.tensor(blocks), 0)
+
+
+def _grouped(batch: list[Scheduled]) -> list[list[_Piece]]:
+    """Pieces by attention group. Single ids go together with those of similar context, at most
+    twice as long, since a group is padded to its longest; a tile of a chunk goes alone.
+    """
+    singles: dict[int, list[_Piece]] = {}
+    tiles = []
+    for row, (sequence, num_tokens) in enumerate(batch):
+        end = sequence.num_computed_tokens + num_tokens
+        for start in range(sequence.num_computed_tokens, end, QUERY_TILE):
+            piece = _Piece(row, sequence, start, min(start + QUERY_TILE, end))
+            if piece.stop - piece.start == 1:
+                singles.setdefault(len(piece.blocks).bit_length(), []).append(piece)
+            else:
+                tiles.append([piece])
+    return [*singles.values(), *tiles]
+
+
+def _assemble(
+    groups: list[list[_Piece]], windows: set[int], batch: list[Scheduled]
+) -> tuple[StepInput, list[int]]:
+    """The step's tensors, and for each id of the batch, in its order, the step's row."""
+    starts = [0, *accumulate(row.num_tokens for row in batch)]
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    places = [0] * starts[-1]
+    for piece in chain.from_iterable(groups):
+        taken = range(piece.start, piece.stop)
+        table = piece.sequence.block_table
+        first = starts[piece.row] + piece.start - piece.sequence.num_computed_tokens
+        places[first : first + len(taken)] = range(len(ids), len(ids) + len(taken))
+        ids += piece.sequence.ids_from(piece.start, len(taken))
+        positions += taken
+        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in taken]
+    step = StepInput(
+        ids=torch.tensor(ids),
+        positions=torch.tensor(positions),
+        slots=torch.tensor(slots),
+        groups={window: _attention_groups(groups, window) for window in windows},
+    )
+    return step, places
+
+
+def _attention_groups(groups: list[list[_Piece]], window: int) -> list[AttentionGroup]:
+    found = []
+    begin = 0
+    for group in groups:
+        rows = group[0].stop - group[0].start
+        firsts = [first_block(piece.start, window, BLOCK_SIZE) for piece in group]
+        tables = [piece.blocks[first:] for piece, first in zip(group, firsts, strict=True)]
+        width = max(map(len, tables))
+        block_ids = []
+        for table in tables:  # padded with a block of its own: no leg reads another's
+            block_ids += table + table[-1:] * (width - len(table))
+        # Positions count from the first gathered token.
+        starts = [p.start - f * BLOCK_SIZE for p, f in zip(group, firsts, strict=True)]
+        positions = (torch.tensor(starts)[:, None] + torch.arange(rows))[:, :, None, None]
+        out_of_sight = window and max(starts) + rows > window
+        shared = 0 if out_of_sight else min(starts)
+        places = torch.arange(shared, width * BLOCK_SIZE)
+        hidden = places > positions
+        if out_of_sight:
+            hidden |= places <= positions - window
+        found.append(
+            AttentionGroup(
+                start=begin,
+                stop=begin + len(group) * rows,
+                num_sequences=len(group),
+                block_ids=torch.tensor(block_ids),
+                shared=shared,
+                hidden=hidden,
+            )
+        )
+        begin = found[-1].stop
+    return found
