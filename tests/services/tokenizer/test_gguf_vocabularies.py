@@ -118,6 +118,17 @@ def test_phi3_without_tokenizer_json(tmp_path: Path) -> None:
     same_ids(Tokenizer(read_model(folder)), reference)
 
 
+def test_a_control_token_may_have_any_text(tmp_path: Path) -> None:
+    """Even SentencePiece's sign for a space: a template may still write it."""
+    spm_kit.trained(tmp_path / "tokenizer.model", **spm_kit.LLAMA)
+    mark = "<\u2581>"
+    keys = {"added": {mark: TokenType.CONTROL}, "chat_template": mark + "{{ messages[0].content }}"}
+    files = read_model(spm_kit.gguf(tmp_path / "m.gguf", tmp_path / "tokenizer.model", **keys))
+    tokenizer = Tokenizer(files)
+    ids = tokenizer.encode_chat(ChatPrompt(messages=[{"role": "user", "content": "Hello"}]))
+    assert ids == [files.vocabulary.size - 1, *tokenizer.encode("Hello", False)]
+
+
 PIECES = ["\u2581", "a", "b", "c", "\u2581a", "bc", "\u2581\u2581", "ab", "ca", "<unk>"]
 SCORES = [-9.0, -9.0, -9.0, -9.0, -1.0, -2.0, -1000.0, 0.0, 0.0, 0.0]
 
