@@ -128,6 +128,6 @@ def test_a_loading_worker_holds_its_weights_and_one_matrix(tmp_path, write, kind
     item_bytes = 4 if dtype == "float32" else 2
     packed = sum(map(values, shapes().values())) * item_bytes
     largest = max(map(values, shapes().values())) * item_bytes
-    base = 48 << 20  # pieces on their way, the metadata, what the allocator keeps
+    base = 56 << 20  # pieces on their way, the metadata, what the allocator keeps
     assert packed < stays_kb << 10 <= 1.15 * packed + base
     assert peak_kb << 10 <= 1.15 * packed + largest + base
