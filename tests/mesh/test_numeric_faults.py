@@ -33,8 +33,8 @@ async def test_a_request_that_breaks_the_numbers_ends_alone_and_is_counted(tmp_p
             with pytest.raises(openai.InternalServerError, match="NaN"):
                 await answer([1, 2, BAD_ID])
             assert await beside == calm
+        await mesh.quiet(within_s=60)
         text = await mesh.metrics_text()
-        await mesh.quiet()
 
     assert counted(text, "shoal:redrives_total", 'cause="failed"') > 1
     assert counted(text, "vllm:request_success_total", 'finished_reason="error"') == 1
