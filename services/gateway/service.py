@@ -122,6 +122,7 @@ class Gateway(Actor):
         self.edge.draining = True
         await self.http.stop_listening()
         await self.bus_edge.stop_listening()
+        await self.executor.stop_taking()
         seen, until = -1, 0.0
         while self.http.connections and (seen != self.http.requests or self.clock() < until):
             if seen != self.http.requests:

@@ -88,15 +88,17 @@ class Executor:
                 running.worked_at = now
                 running.job.working()
 
-    async def drain(self) -> None:
-        """Take no more jobs, and let those that run end."""
-        await self._stop_taking()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def stop_taking(self) -> None:
+        """Take no more jobs; those that run go on."""
+        if self._taker is not None:
+            self._taker.cancel()
+            await asyncio.gather(self._taker, return_exceptions=True)
+            self._taker = None
+            await self._queue.close()
 
     async def hand_over(self) -> None:
         """What still runs is given back: another gateway adopts it at once."""
-        await self._stop_taking()
+        await self.stop_taking()
         jobs = [running.job for running in self._running.values()]
         for task in self._tasks:
             task.cancel()
@@ -106,13 +108,6 @@ class Executor:
             self.counters["stored_handed_over"] += 1
 
     # --- inside ---
-
-    async def _stop_taking(self) -> None:
-        if self._taker is not None:
-            self._taker.cancel()
-            await asyncio.gather(self._taker, return_exceptions=True)
-            self._taker = None
-            await self._queue.close()
 
     async def _take(self) -> None:
         while True:

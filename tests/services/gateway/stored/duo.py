@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -58,7 +59,7 @@ class Duo:
 
 
 @asynccontextmanager
-async def duo(server: Server, config: StoredConfig = QUICK) -> AsyncIterator[Duo]:
+async def duo(server: Server, config: StoredConfig = QUICK, **settings: Any) -> AsyncIterator[Duo]:
     """Both ready, and nothing stored."""
     async with AsyncExitStack() as stack:
 
@@ -70,7 +71,7 @@ async def duo(server: Server, config: StoredConfig = QUICK) -> AsyncIterator[Duo
         buses = [await bus(name) for name in ("a", "b", "mesh")]
         mesh = await stack.enter_async_context(FakeMesh(buses.pop()).up())
         gateways = [
-            Gateway(launch(name), bus, GatewayConfig(stored=config))
+            Gateway(launch(name), bus, GatewayConfig(stored=config, **settings))
             for name, bus in zip("ab", buses, strict=True)
         ]
         for gateway in gateways:
