@@ -14,7 +14,7 @@ locks   := requirements.lock requirements-models.lock
 stamp    = $(VENV)/installed-$(shell cat $(locks) pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status logs scale rolling chat test check chaos bench clean
+.PHONY: help install up down status logs scale rolling chat test check chaos invariance bench clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -55,6 +55,9 @@ check: install ## exactly what CI checks: format, lint, types, imports, budgets
 
 chaos: install ## break a mesh in every way, compare every answer (SEED=N replays, 40 minutes)
 	@$(shoal) chaos $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+invariance: install ## 200 requests one by one and 32 at once: in fp32 all answers are the same
+	@$(VENV)/bin/python -m tests.mesh.invariance $(ARGS)
 
 bench: install ## streams at rising concurrency: tokens/s, time to first token
 	@$(VENV)/bin/python -m tests.bench.streams $(ARGS)

@@ -4,15 +4,22 @@
     async for chunk in client.chat(messages=[{"role": "user", "content": "Hi"}]):
         print(chunk["choices"][0]["delta"].get("content", ""), end="")
 
-Chunks are OpenAI's objects as plain dicts. Leaving the loop early cancels the request.
+Chunks are OpenAI's objects as plain dicts. Leaving the loop early cancels the request. Frames that
+were lost, in a reconnect or otherwise, are asked for again.
+
+A stored request runs whether anybody reads it or not, and survives the gateway that took it:
+
+    request_id = await client.submit(messages=[...], key="order-17")
+    async for chunk in client.follow(request_id): ...
 """
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -20,9 +27,15 @@ from msgspec import Struct
 
 from shared.bus import Bus, Delivery
 from shared.errors import DeadlineExceeded, MeshError, Unavailable
-from shared.subjects import GENERATE
+from shared.subjects import GENERATE, JOBS, REPLAY
 
 SILENCE_S = 10.0  # a live gateway says something (a probe, at least) every second
+REPAIR_S = 2.5  # after so much of it the rest is asked for again
+GAP_S = 0.1  # a gap is asked for so often at first: not once for each frame behind it
+GAP_MAX_S = 2.0
+ASKS_MAX = 8  # for one frame: ten seconds
+SUBMITS_MAX = 4
+SUBMIT_S = 3.0  # for a submission to be answered; then it is sent again, under the same key
 BUFFER_MAX = 8192  # frames a reader may lag behind
 
 GRACE_S = 1.0  # the gateway ends a request at its deadline and says so; wait for that word
@@ -52,7 +65,7 @@ class Frame(Struct, frozen=True, kw_only=True):
 
     request_id: str
     index: int
-    event: Literal["chunk", "error", "done"]
+    event: Literal["chunk", "error", "done", "job"]
     data: Any = None
 
 
@@ -87,37 +100,95 @@ class Client:
                 return answer
         raise FramesLost("The answer ended before it began.")
 
+    async def submit(
+        self,
+        endpoint: Endpoint = "chat",
+        *,
+        key: str | None = None,
+        timeout_s: float = 600.0,
+        **body: Any,
+    ) -> str:
+        """Have a request run and its answer kept; its id, for `follow`. The same `key` with the
+        same body is the same request. Raises `RequestFailed`, `Unavailable` when nobody answers.
+        """
+        asked = {"stream": True, "timeout_ms": int(timeout_s * 1000), **self._defaults, **body}
+        asked |= {"endpoint": endpoint, "idempotency_key": key or secrets.token_hex(16)}
+        for _ in range(SUBMITS_MAX):
+            frames = Frames(time.monotonic() + SUBMIT_S)
+            async with self._inbox(frames) as inbox:
+                self._bus.publish(JOBS, msgspec.msgpack.encode(asked), inbox)
+                try:
+                    frame = await frames.next()
+                except (DeadlineExceeded, Unavailable):
+                    continue
+            assert frame is not None, "nothing is asked for again before the first frame"
+            if frame.event == "error":
+                raise RequestFailed(frame.data["error"])
+            return frame.request_id
+        raise Unavailable("No gateway answered a submission.", retry_after_s=1.0)
+
+    async def follow(self, request_id: str, *, timeout_s: float = 600.0) -> Chunks:
+        """The chunks of a request from its first on, stored or just answered; raises as `chat`."""
+        frames = Frames(time.monotonic() + timeout_s + GRACE_S, request_id)
+        async with self._inbox(frames) as inbox, aclosing(self._read(frames, inbox)) as chunks:
+            self._ask_again(frames, inbox)
+            async for chunk in chunks:
+                yield chunk
+
     async def _chunks(self, endpoint: Endpoint, body: dict[str, Any], timeout_s: float) -> Chunks:
-        inbox = f"_INBOX.{secrets.token_hex(16)}"
-        frames = Frames(self._bus, time.monotonic() + timeout_s + GRACE_S)
-        subscription = await self._bus.subscribe(inbox, frames.take)
-        try:
+        frames = Frames(time.monotonic() + timeout_s + GRACE_S)
+        async with self._inbox(frames) as inbox, aclosing(self._read(frames, inbox)) as chunks:
             asked = {"timeout_ms": int(timeout_s * 1000), **self._defaults, **body}
             asked["endpoint"] = endpoint
             self._bus.publish(GENERATE, msgspec.msgpack.encode(asked), inbox)
-            while (frame := await frames.next()).event != "done":
-                if frame.event == "error":
-                    raise RequestFailed(frame.data["error"])
-                yield frame.data
+            async for chunk in chunks:
+                yield chunk
+
+    @asynccontextmanager
+    async def _inbox(self, frames: "Frames") -> AsyncGenerator[str]:
+        inbox = f"_INBOX.{secrets.token_hex(16)}"
+        subscription = await self._bus.subscribe(inbox, frames.take)
+        try:
+            yield inbox
         finally:
             await subscription.unsubscribe()
 
+    async def _read(self, frames: "Frames", inbox: str) -> Chunks:
+        while (frame := await frames.next()) is None or frame.event != "done":
+            if frame is None:
+                self._ask_again(frames, inbox)
+            elif frame.event == "error":
+                raise RequestFailed(frame.data["error"])
+            else:
+                yield frame.data
+
+    def _ask_again(self, frames: "Frames", inbox: str) -> None:
+        asked = {"request_id": frames.request_id, "from": frames.expected}
+        if "api_key" in self._defaults:
+            asked["api_key"] = self._defaults["api_key"]
+        self._bus.publish(REPLAY, msgspec.msgpack.encode(asked), inbox)
+
 
 class Frames:
-    """Frames of one answer in order; a gap, a silence or nobody at all is an error."""
+    """Frames of one answer in order. What is missing is noticed by a gap, or by a silence."""
 
-    def __init__(self, bus: Bus, deadline: float) -> None:
-        self._bus = bus
+    def __init__(self, deadline: float, request_id: str = "") -> None:
+        self.request_id = request_id  # "" = no frame has named it yet
+        self.expected = 0
         self._deadline = deadline
         self._decoder = msgspec.msgpack.Decoder(Frame)
         self._waiting: deque[Frame] = deque()
         self._error: MeshError | None = None
-        self._next = 0
+        self._gap, self._gap_wait_s = False, GAP_S
+        self._asks = 0  # for the same frame
         self._heard = asyncio.Event()
+        self._heard_at = time.monotonic()
+        self._asked_at = self._heard_at
 
     def take(self, delivery: Delivery) -> None:
         """One message at the inbox."""
         self._heard.set()
+        self._heard_at = time.monotonic()
         if self._error is not None:
             return
         if not delivery.payload:
@@ -129,28 +200,42 @@ class Frames:
         except msgspec.MsgspecError as error:
             self._error = FramesLost(f"A frame could not be read: {error}.")
             return
-        if frame.index < self._next:
+        self.request_id = self.request_id or frame.request_id
+        if frame.index < self.expected:
             return
-        if frame.index > self._next:
-            self._error = FramesLost(f"Frame {self._next} is missing, {frame.index} came.")
+        if frame.index > self.expected:
+            self._gap = True
         elif len(self._waiting) >= BUFFER_MAX:
             self._error = FramesLost(f"The reader is {BUFFER_MAX} frames behind.")
         else:
-            self._next += 1
+            self._gap, self._gap_wait_s, self._asks = False, GAP_S, 0
+            self.expected += 1
             self._waiting.append(frame)
 
-    async def next(self) -> Frame:
-        """The next frame; those that came before an error are given first."""
+    async def next(self) -> Frame | None:
+        """The next frame; None when it has to be asked for again. Those that came before an error
+        are given first.
+        """
         while not self._waiting:
             if self._error is not None:
                 raise self._error
             self._heard.clear()
-            remaining_s = self._deadline - time.monotonic()
-            try:
-                async with asyncio.timeout(min(SILENCE_S, remaining_s)):
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise DeadlineExceeded("The answer did not end in time.")
+            if now - self._heard_at >= SILENCE_S:
+                raise Unavailable(f"The gateway was silent for {SILENCE_S:g} s.")
+            silence_s = now - max(self._heard_at, self._asked_at)
+            gap_s = now - self._asked_at if self._gap else 0.0
+            if self.request_id and (gap_s >= self._gap_wait_s or silence_s >= REPAIR_S):
+                if self._asks == ASKS_MAX:
+                    raise FramesLost(f"Frame {self.expected} is missing and does not come again.")
+                self._asked_at = now
+                self._asks += 1
+                self._gap_wait_s = min(self._gap_wait_s * 2, GAP_MAX_S)
+                return None
+            wait_s = min(self._gap_wait_s if self._gap else REPAIR_S, SILENCE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, self._deadline - now)):
                     await self._heard.wait()
-            except TimeoutError:
-                if remaining_s <= SILENCE_S:
-                    raise DeadlineExceeded("The answer did not end in time.") from None
-                raise Unavailable(f"The gateway was silent for {SILENCE_S:g} s.") from None
         return self._waiting.popleft()

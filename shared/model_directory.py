@@ -101,7 +101,7 @@ def read_json(file: Path, kind: Any, optional: bool = False) -> Any:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise ModelFileError(file, "file", str(error)) from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ModelFileError(file, "content", str(error)) from error
 
 

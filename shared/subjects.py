@@ -9,6 +9,7 @@ REPLAY = f"{PUBLIC}.replay"
 JOBS = f"{PUBLIC}.jobs"
 
 DIED = f"{INTERNAL}.died"
+OWNED = f"{INTERNAL}.owned"  # which gateway has the frames of a request?
 
 
 def inbox(instance: str) -> str:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from tests.protocol_mesh import Mesh, Node, Noise
+from tests.protocol_mesh import DRAIN_S, MAILBOX, NUM_BLOCKS, RESTART_S, Mesh, Node, Noise
 from tests.protocol_work import Client, make_spec, moody_id, text_of
 
 NUM_SPECS = 24
@@ -78,13 +78,30 @@ def check_follows(client: Client, moods: list[int]) -> None:
             assert (client.text[choice], client.finish[choice][0]) == text_of(client, choice)
 
 
+def check_no_leak(mesh: Mesh) -> None:
+    """After the last end and every lease: nothing is held anywhere (P7)."""
+    for node in mesh.nodes:
+        core = node.core
+        match node.role:
+            case "gateway":
+                assert (core.num_sessions, core.num_legs, core.num_open) == (0, 0, 0), node.name
+            case "scheduler":
+                assert (len(core.entries), core.num_queued) == (0, 0), node.name
+            case "gpu_worker":
+                assert (core.load, core.waiting) == (0, 0), node.name
+                assert core.free_blocks == NUM_BLOCKS, node.name
+                core.pool.check_integrity()
+            case "detokenizer":
+                assert core.num_legs == 0, node.name
+
+
 def finish(mesh: Mesh, *, may_fail: bool) -> Counter[str]:
     """All faults are over: run to the end and hold everything against the promises."""
     mesh.noise = Noise()
     mesh.until(mesh.ended, END_BOUND_S)
     ends = Counter(check(mesh, client, may_fail=may_fail) for client in mesh.clients)
     mesh.advance(LEASES_S)
-    mesh.check_no_leak()
+    check_no_leak(mesh)
     return ends
 
 
@@ -107,6 +124,21 @@ def cut(role: str, *, noticed: bool) -> Fault:
 
 def mute(role: str, to: str) -> Fault:
     return lambda mesh, rng: mesh.mute(pick(mesh, role, rng), to, rng.uniform(0.5, 4.0))
+
+
+def drain(role: str) -> Fault:
+    return lambda mesh, rng: mesh.drain(pick(mesh, role, rng))
+
+
+def rolling_restart(mesh: Mesh, rng: random.Random) -> None:
+    """Every process but the gateways, whose streams end before they do: one of each role at a time,
+    which is more at once than is ever asked for.
+    """
+    at = {role: rng.uniform(0.0, 0.3) for role in MAILBOX}
+    for node in mesh.nodes:
+        if node.role != "gateway":
+            mesh.after(at[node.role], partial(mesh.drain, node))
+            at[node.role] += DRAIN_S + RESTART_S + 0.1
 
 
 def outage(mesh: Mesh, rng: random.Random) -> None:
@@ -180,6 +212,11 @@ FAULTS: dict[str, Fault] = {
     "leader_unheard_by_schedulers": mute("leader", "scheduler"),
     "leader_unheard_by_gateways": mute("leader", "gateway"),
     "leader_unheard_by_workers": mute("leader", "gpu_worker"),
+    "worker_drained": drain("gpu_worker"),
+    "detokenizer_drained": drain("detokenizer"),
+    "tokenizer_drained": drain("tokenizer"),
+    "leader_drained": drain("leader"),
+    "rolling_restart": rolling_restart,
     "there_and_back": there_and_back,
     "outage": outage,
     "noise": noise,

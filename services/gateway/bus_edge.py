@@ -4,31 +4,47 @@ A frame is one JSON (or MessagePack, as the request was) object: `request_id`, `
 without a gap, `event`, `data`. Events: `chunk` (OpenAI's chunk, or the whole answer), `error`
 (OpenAI's error object), and `done`, always the last. Once a second an empty message is sent as a
 request: two answers in a row that nobody listens cancel the request.
+
+`shoal.v1.jobs` takes a stored request; the answer is one frame, event `job`, with its id and
+status. `shoal.v1.replay` sends the frames of a request from a number on, and all that follow: of a
+stored one from its log, of a plain one for as long as its gateway has them.
 """
 
 import asyncio
-from typing import Literal
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from services.gateway.edge import Edge, Open, new_request_id
-from services.gateway.events import Delta, SessionEnd
-from services.gateway.openai.answer import Answer
+from services.gateway.delivering import Delivering, Events, live
+from services.gateway.edge import Edge, new_request_id
+from services.gateway.frames import Frames, Kept
+from services.gateway.openai.answer import answer
 from services.gateway.openai.decode import decode
-from services.gateway.openai.errors import error_body
-from services.gateway.openai.request import Checked
-from shared.bus import Bus, Delivery, Subscription
-from shared.errors import DeadlineExceeded, MeshError, Overloaded, Unavailable
-from shared.log import log
+from services.gateway.openai.request import Caller
+from services.gateway.stored.events import Submitted, session_events
+from services.gateway.stored.store import Logged
+from shared.bus import Bus, Delivery, Handler, Subscription
+from shared.errors import (
+    DeadlineExceeded,
+    MeshError,
+    NotFound,
+    Overloaded,
+    Unavailable,
+)
+from shared.log import log as logger
 from shared.publish import is_inbox
-from shared.subjects import GENERATE
+from shared.subjects import GENERATE, JOBS, OWNED, REPLAY
 
-ABSENT_MAX = 2  # probes in a row with nobody there
 QUEUE = "gateways"
+OWNER_S = 0.5  # for the gateway that has the frames of a request to say so
+OURS = ("endpoint", "api_key", "timeout_ms", "idempotency_key")  # of a body, not OpenAI's
 
-Event = Literal["chunk", "error", "done"]
+Serve = Callable[[bytes, Frames], Awaitable[None]]
 
 
 class BusFields(Struct, kw_only=True):
@@ -39,54 +55,52 @@ class BusFields(Struct, kw_only=True):
     timeout_ms: int | None = None
 
 
-class Frames:
-    """Numbered frames to one inbox."""
+class JobFields(BusFields, kw_only=True):
+    """The same for a stored one; a key that comes again names the request it came with first."""
 
-    def __init__(self, bus: Bus, inbox: str, request_id: str, packed: bool) -> None:
-        self.inbox = inbox
-        self._bus = bus
-        self._packed = packed
-        self._id = msgspec.json.encode(request_id)
-        self._index = 0
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
-    def put(self, event: Event, data: bytes) -> None:
-        """Send one frame; `data` is JSON."""
-        frame = b'{"request_id":%b,"index":%d,"event":"%b","data":%b}' % (
-            self._id,
-            self._index,
-            event.encode(),
-            data,
-        )
-        if self._packed:
-            frame = msgspec.msgpack.encode(msgspec.json.decode(frame))
-        self._bus.publish(self.inbox, frame)
-        self._index += 1
 
-    def end(self, error: MeshError | None = None) -> None:
-        """Send the last frames."""
-        if error is not None:
-            self.put("error", error_body(error))
-        self.put("done", b"null")
+class ReplayFields(Struct, kw_only=True):
+    """Which frames of which request."""
+
+    request_id: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    start: Annotated[int, Meta(ge=0, lt=2**53)] = msgspec.field(name="from", default=0)
+    api_key: str | None = None
+
+
+class Owned(Struct, frozen=True):
+    """gateway -> all gateways: whoever has these frames sends them, and answers."""
+
+    request_id: str
+    tenant: str
+    start: int
+    inbox: str
 
 
 class BusEdge:
-    """Serves `edge` on the public subject; one task per request."""
+    """Serves `edge` on the public subjects; one task per request."""
 
     def __init__(self, edge: Edge, bus: Bus) -> None:
         self._edge = edge
         self._bus = bus
         self._config = edge.config
+        self._kept = Kept()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._subscription: Subscription | None = None
+        self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        self._subscription = await self._bus.subscribe(GENERATE, self._on_submission, QUEUE)
+        serves = {GENERATE: self._generate, JOBS: self._job, REPLAY: self._replay}
+        for subject, serve in serves.items():
+            handler = self._handler(serve)
+            self._subscriptions.append(await self._bus.subscribe(subject, handler, QUEUE))
+        await self._bus.subscribe(OWNED, self._on_owned)
 
     async def stop_listening(self) -> None:
         """Take no new submission; those open go on."""
-        if self._subscription is not None:
-            await self._subscription.unsubscribe()
-            self._subscription = None
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
 
     async def close(self) -> None:
         """Cancel what still runs."""
@@ -94,96 +108,137 @@ class BusEdge:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _on_submission(self, delivery: Delivery) -> None:
-        if not is_inbox(delivery.reply):
-            self._edge.meter.cut("bad_reply")
-            return
-        if len(self._tasks) >= self._config.sessions_max:
-            frames = Frames(self._bus, delivery.reply, new_request_id(), packed=False)
-            frames.end(Overloaded("Too many requests are open here.", retry_after_s=1.0))
-            return
-        task = asyncio.get_running_loop().create_task(self._serve(delivery))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _handler(self, serve: Serve) -> Handler:
+        def handle(delivery: Delivery) -> None:
+            if not is_inbox(delivery.reply):
+                self._edge.meter.cut("bad_reply")
+                return
+            body = delivery.payload
+            packed = body[:1] >= b"\x80"  # no JSON text begins so, every MessagePack map does
+            frames = Frames(self._bus, delivery.reply, new_request_id(), packed=packed)
+            if len(self._tasks) >= self._config.sessions_max:
+                frames.end(Overloaded("Too many requests are open here.", retry_after_s=1.0))
+                return
+            task = asyncio.get_running_loop().create_task(self._guarded(serve, body, frames))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, delivery: Delivery) -> None:
-        body = delivery.payload
-        packed = body[:1] >= b"\x80"  # no JSON text begins so, every MessagePack map does
-        request_id = new_request_id()
-        frames = Frames(self._bus, delivery.reply, request_id, packed)
+        return handle
+
+    async def _guarded(self, serve: Serve, body: bytes, frames: Frames) -> None:
         try:
             with self._edge.room(len(body)):
-                async with self._edge.turn(len(body)):
-                    checked = self._check(body, request_id, packed)
-                with self._edge.open(checked) as asked:
-                    answer = asked.answer(await self._edge.echoes(checked))
-                    await Delivering(asked, answer, frames, self._bus).run()
+                await serve(body, frames)
         except MeshError as error:
             frames.end(error)
         except Exception as error:  # noqa: BLE001 our bug: say so in the log, not to the client
-            log.error("submission_failed", exc_info=error)
+            logger.error("submission_failed", exc_info=error)
             frames.end(MeshError("The server had an error. It has been logged."))
-
-    def _check(self, body: bytes, request_id: str, packed: bool) -> Checked:
-        edge = self._edge
-        fields = decode(body, BusFields, packed)
-        caller = edge.caller(edge.keys.tenant(fields.api_key), fields.timeout_ms)
-        caller = replace(caller, request_id=request_id)
-        return edge.check(fields.endpoint, body, caller, packed=packed, streams=True)
-
-
-class Delivering:
-    """One open request on its way to an inbox."""
-
-    def __init__(self, asked: Open, answer: Answer, frames: Frames, bus: Bus) -> None:
-        self._open = asked
-        self._answer = answer
-        self._frames = frames
-        self._bus = bus
-
-    async def run(self) -> None:
-        """Deliver to the end; raises `MeshError` of the session, or when nobody listens."""
-        prober = asyncio.create_task(self._probe())
-        try:
-            while True:
-                for event in await self._open.feed.take(self._open.config.ping_bus_s):
-                    if self._ends(event):
-                        return
-                if prober.done():
-                    prober.result()
         finally:
-            prober.cancel()
+            self._kept.ended(frames)
 
-    def _ends(self, event: Delta | SessionEnd) -> bool:
-        checked, answer = self._open.checked, self._answer
-        if isinstance(event, Delta):
-            if checked.stream:
-                for chunk in answer.chunks(event):
-                    self._frames.put("chunk", chunk)
-            else:
-                answer.add(event)
-            return False
-        if event.error is not None:
-            raise event.error
-        if not checked.stream:
-            self._frames.put("chunk", answer.body(event))
-        elif checked.include_usage:
-            self._frames.put("chunk", answer.usage_chunk(event))
-        self._frames.end()
-        return True
+    # --- submissions ---
 
-    async def _probe(self) -> None:
-        """Ask once a second whether anybody listens; raises `Unavailable` when nobody does."""
-        config, absent = self._open.config, 0
-        while True:
-            await asyncio.sleep(config.ping_bus_s)
+    async def _generate(self, body: bytes, frames: Frames) -> None:
+        edge = self._edge
+        async with edge.turn(len(body)):
+            fields = decode(body, BusFields, frames.packed)
+            caller = self._caller(fields, frames.request_id)
+            checked = edge.check(fields.endpoint, body, caller, packed=frames.packed, streams=True)
+        frames.keep(self._kept, caller.tenant)
+        with edge.open(checked) as asked:
+            told = asked.answer(await edge.echoes(checked))
+            delivering = Delivering(checked, told, frames, self._bus)
+            await delivering.run(live(asked), self._config, edge.meter)
+
+    async def _job(self, body: bytes, frames: Frames) -> None:
+        edge = self._edge
+        async with edge.turn(len(body)):
+            fields = decode(body, JobFields, frames.packed)
+            caller = self._caller(fields, "")
+            key = fields.idempotency_key
+            frames.request_id = edge.stored_id(caller.tenant, key)
+            kept = without_ours(body, frames.packed)
+            asked = Submitted(
+                tenant=caller.tenant,
+                endpoint=fields.endpoint,
+                body=kept,
+                created=time.time(),
+                timeout_s=caller.timeout_s,
+            )
+            edge.stored(frames.request_id, asked)
+        told = await edge.parts.store.submit(frames.request_id, asked, keyed=key is not None)
+        status = {"id": frames.request_id, "status": told.status}
+        frames.put("job", msgspec.json.encode(status))
+
+    def _caller(self, fields: BusFields, request_id: str) -> Caller:
+        edge = self._edge
+        caller = edge.caller(edge.keys.tenant(fields.api_key), fields.timeout_ms)
+        return replace(caller, request_id=request_id)
+
+    # --- replay ---
+
+    async def _replay(self, body: bytes, frames: Frames) -> None:
+        fields = decode(body, ReplayFields, frames.packed)
+        tenant = self._edge.keys.tenant(fields.api_key)
+        frames.request_id, frames.index = fields.request_id, fields.start
+        asked = Owned(fields.request_id, tenant, fields.start, frames.inbox)
+        if self._send_owned(asked):
+            return
+        log = self._edge.parts.store.follow(fields.request_id, tenant)
+        async with aclosing(log) as logged:
             try:
-                await self._bus.request(self._frames.inbox, b"", config.probe_timeout_s)
-                absent = 0
-            except DeadlineExceeded:
-                absent = 0  # somebody listens and need not answer
-            except Unavailable:
-                absent = absent + 1 if self._bus.connected else 0
-            if absent >= ABSENT_MAX:
-                self._open.meter.cut("nobody_listens")
-                raise Unavailable("Nobody listens at the inbox.")
+                first = await anext(logged)
+            except (NotFound, Unavailable) as error:
+                await self._ask_owner(asked, error)
+                return
+            assert isinstance(first.event, Submitted)
+            await self._send_stored(first.event, logged, frames)
+
+    async def _send_stored(
+        self, asked: Submitted, logged: AsyncGenerator[Logged], frames: Frames
+    ) -> None:
+        """The frames that the log makes are the same whoever reads it."""
+        edge = self._edge
+        checked = edge.stored(frames.request_id, asked, streams=True)
+        whole = frames.from_start()
+        told = answer(checked, int(asked.created), await edge.echoes(checked))
+        try:
+            await Delivering(checked, told, whole, self._bus).run(
+                of_log(logged), self._config, edge.meter
+            )
+        except MeshError as error:
+            if whole.index < frames.index:
+                raise
+            whole.end(error)
+
+    async def _ask_owner(self, asked: Owned, otherwise: MeshError) -> None:
+        """Another gateway may have the frames; `otherwise` is why there are no others."""
+        try:
+            await self._bus.request(OWNED, msgspec.msgpack.encode(asked), OWNER_S)
+        except (DeadlineExceeded, Unavailable):
+            raise otherwise from None
+
+    def _on_owned(self, delivery: Delivery) -> None:
+        if self._send_owned(msgspec.msgpack.decode(delivery.payload, type=Owned)):
+            self._bus.publish(delivery.reply, b"+OK")
+
+    def _send_owned(self, asked: Owned) -> bool:
+        frames = self._kept.find(asked.request_id, asked.tenant)
+        if frames is not None:
+            frames.again(asked.inbox, asked.start)
+        return frames is not None
+
+
+async def of_log(logged: AsyncGenerator[Logged]) -> Events:
+    """The events of a log, as they come."""
+    async for _, event in logged:
+        yield session_events(event)
+
+
+def without_ours(body: bytes, packed: bool) -> bytes:
+    """OpenAI's part of a body: what is kept holds no key of the client's."""
+    fields = decode(body, dict[str, Any], packed)
+    for name in OURS:
+        fields.pop(name, None)
+    return msgspec.msgpack.encode(fields) if packed else msgspec.json.encode(fields)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
+from msgspec.structs import replace
 
 from services.gateway.auth import Keys
 from services.gateway.calls import Calls
@@ -29,7 +30,8 @@ from services.gateway.openai.responses import check_response
 from services.gateway.openai.tokens import Tokenizing
 from services.gateway.opening import PROMPT_LOGPROBS_MAX
 from services.gateway.sessions import SessionTable
-from services.gateway.stored.store import Store
+from services.gateway.stored.events import Submitted
+from services.gateway.stored.store import Store, request_id_of
 from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.config import Launch
@@ -200,6 +202,21 @@ class Edge:
                     param="messages" if checked.endpoint == "chat" else "prompt",
                 )
         return checked
+
+    def stored_id(self, tenant: str, key: str | None) -> str:
+        """What a stored request is called: the same for the same key of a tenant."""
+        return new_request_id() if key is None else request_id_of(self._secret, tenant, key)
+
+    def stored(self, request_id: str, asked: Submitted, *, streams: bool = False) -> Checked:
+        """The request in a log, with what is left of its time; raises `MeshError`."""
+        remaining_s = asked.created + asked.timeout_s - time.time()
+        caller = replace(
+            self.caller(asked.tenant, None),
+            request_id=request_id,
+            timeout_s=max(remaining_s, 0.001),
+        )
+        packed = asked.body[:1] >= b"\x80"
+        return self.check(asked.endpoint, asked.body, caller, packed=packed, streams=streams)
 
     def not_ready(self) -> str:
         """Why this gateway cannot serve now; "" when it can."""

@@ -91,6 +91,11 @@ class HttpEdge:
         self._site = web.SockSite(self._runner, sock)
         await self._site.start()
 
+    @property
+    def connections(self) -> int:
+        """Open now; the next request may come on any of them."""
+        return len(self._runner.server.connections) if self._runner.server is not None else 0
+
     async def stop_listening(self) -> None:
         """Take no new connection; those open go on."""
         if self._site is not None:

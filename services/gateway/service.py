@@ -27,7 +27,8 @@ from shared.messages import Beat, ToGateway
 from shared.process import run_service
 from shared.subjects import DIED, beacon, beat
 
-LINGER_S = 0.25  # for the request of a connection that was taken, or used, just before
+KEPT_S = 5.5  # clients keep an unused connection for 5 s; who closes it sooner may cut a request
+LOOK_S = 0.05
 LAST_WORDS_S = 1.0  # for readers that are told that their stream ends here
 
 
@@ -121,12 +122,14 @@ class Gateway(Actor):
         self.edge.draining = True
         await self.http.stop_listening()
         await self.bus_edge.stop_listening()
-        seen = -1
-        while seen != self.http.requests:
-            seen = self.http.requests
-            await asyncio.sleep(LINGER_S)
+        await self.executor.stop_taking()
+        seen, until = -1, 0.0
+        while self.http.connections and (seen != self.http.requests or self.clock() < until):
+            if seen != self.http.requests:
+                seen, until = self.http.requests, self.clock() + KEPT_S
+            await asyncio.sleep(LOOK_S)
             await self.edge.idle.wait()
-        await self.executor.drain()
+        await self.edge.idle.wait()
 
     async def last_words(self) -> None:
         await self.executor.hand_over()

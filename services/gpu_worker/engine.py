@@ -3,7 +3,7 @@
 Started by the I/O process with one end of a socket pair and a status page. It ends when the pair is
 closed (having told the sessions of its legs), and dies with the process that started it.
 
-A fault inside the model hurts the legs whose rows raise (`EngineCore.execute`). Any other exception
+A fault inside the model hurts the legs whose rows raise (`Execution.run`). Any other exception
 means that the state may be wrong: the process ends at once and says nothing more, the I/O process
 publishes `Died`, and the sessions re-drive.
 """

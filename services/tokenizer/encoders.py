@@ -114,7 +114,7 @@ def from_spm(file: Path, parts: SpmParts) -> tokenizers.Tokenizer:
         whole = [
             _whole(tokens[i], special, i in parts.eats_left, i in parts.eats_right)
             for i in sorted(ids)
-            if tokens[i] and SPACE not in tokens[i]  # runs of spaces are made by their merges
+            if tokens[i] and (special or SPACE not in tokens[i])  # merges make runs of spaces
         ]
         (encoder.add_special_tokens if special else encoder.add_tokens)(whole)
     return encoder

@@ -71,10 +71,9 @@ class Tokenizer:
     def _encode(self, text: str, param: str, begins: bool = True) -> list[int]:
         """The ids of `text`, which `begins` the whole or goes on after a control token.
 
-        What is far too long is refused after no more work than what fits.
-
-        Windows are counted first. A cut adds less ids than the longest token has bytes, and
-        otherwise no text has twice as many ids in pieces as it has whole.
+        What is far too long is refused after no more work than what fits: windows are counted
+        first. A cut adds less ids than the longest token has bytes, and otherwise no text has twice
+        as many ids in pieces as it has whole.
         """
         if self._first_word is not None:
             self._first_word.prepend_scheme = "first" if begins else "never"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from tests.chaos.site import POLL_S, Site, Victim, state_of
-from tests.chaos.workload import Clients
+from tests.chaos.workload import Ask, Clients
 
 PROOF_S = 5.0  # for what was done to be seen
 
@@ -26,6 +26,7 @@ class Field(NamedTuple):
 
     site: Site
     clients: Clients
+    asks: list[Ask]  # whose right answers are known
     rng: random.Random
 
 

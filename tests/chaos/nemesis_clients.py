@@ -3,15 +3,17 @@
 import asyncio
 import json
 import socket
+from collections import Counter
 from urllib.parse import urlsplit
 
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import POISON
-from tests.chaos.workload import mixed, poison
+from tests.chaos.workload import poison
 
 DEATHS_MAX = 3  # that one poison request may cost
 LEAVERS = 8
 LEAVE_S = 10.0  # for the gateways to notice
+SCRAPES = 8  # each meets one of two gateways
 CUT_S = 40.0  # for a gateway to give up a reader: its write timeout, and what fills the buffers
 
 
@@ -44,8 +46,8 @@ class Leave:
 
     async def inject(self, field: Field) -> str:
         before = (await field.site.counters("gateway"))["end_cancelled"]
-        asks = [ask for ask in mixed(field.rng.getrandbits(32), 64) if ask.key.startswith("stops")]
-        await asyncio.gather(*(field.clients.ask(ask, leave_after=3) for ask in asks[:LEAVERS]))
+        asks = [ask for ask in field.asks if ask.way == "stream"][:LEAVERS]
+        await asyncio.gather(*(field.clients.ask(ask, leave_after=3) for ask in asks))
         try:
             async with asyncio.timeout(LEAVE_S):
                 while True:
@@ -63,6 +65,7 @@ class Stall:
     """A client that asks for megabytes and does not read them: its gateway cuts it off."""
 
     async def inject(self, field: Field) -> str:
+        before = await _cuts(field)
         url = urlsplit(field.site.mesh.base_url)
         sock = socket.socket()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -75,10 +78,9 @@ class Stall:
             if b" 200 " not in await reader.readline():
                 raise NotInjected("the stalling client was refused")
             # A limit of 4 KB: the reader stops the transport, the kernel's buffer fills, and so on.
-            await _cut_by_peer(sock)
+            return await _seen_cut(field, before)
         finally:
             writer.transport.abort()
-        return "its gateway cut the connection"
 
     async def heal(self) -> None:
         """It was cut off."""
@@ -102,14 +104,28 @@ def stalling_request(host: str) -> bytes:
     return head.encode() + b"Content-Type: application/json\r\n\r\n" + body
 
 
-async def _cut_by_peer(sock: socket.socket) -> None:
-    """Wait for a reset without reading a byte: the kernel knows the state of the connection."""
+async def _seen_cut(field: Field, before: Counter[str]) -> str:
+    """Wait until a gateway has counted it: what is cut with full buffers hears nothing of it."""
     try:
         async with asyncio.timeout(CUT_S):
-            while sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == 1:  # established
-                await asyncio.sleep(0.1)
+            while True:
+                for gateway, count in (await _cuts(field)).items():
+                    if count > before[gateway]:
+                        return f"{gateway} cut the connection"
+                await asyncio.sleep(0.5)
     except TimeoutError:
         raise NotInjected(f"not cut off within {CUT_S:g} s") from None
+
+
+async def _cuts(field: Field) -> Counter[str]:
+    """Readers cut off for not reading, by gateway; whichever gateways happen to answer."""
+    cuts: Counter[str] = Counter()
+    for _ in range(SCRAPES):
+        for line in (await field.site.mesh.metrics_text()).splitlines():
+            name, _, count = line.rpartition(" ")
+            if name.startswith("shoal:clients_cut_total{") and 'why="write_timeout"' in name:
+                cuts[name] = int(float(count))
+    return cuts
 
 
 async def _restarts(field: Field) -> int:

@@ -87,7 +87,9 @@ class Campaign:
         with History(path) as history:
             clients = await self._clients(history)
             try:
-                await self._under_load(experiment, Field(self.site, clients, rng), history)
+                await self._under_load(
+                    experiment, Field(self.site, clients, self._streams + self._mixed, rng), history
+                )
             finally:
                 await clients.close()
             history.add(AtRest(leaks=await self.site.rest(self._baseline, REST_S)))

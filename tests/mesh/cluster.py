@@ -123,15 +123,18 @@ class Mesh:
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
-    async def metrics(self) -> dict[str, float]:
-        """`/metrics` as name -> sum over labels."""
+    async def metrics_text(self) -> str:
+        """`/metrics` of whichever gateway answers."""
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"{self.base_url}/metrics") as answer,
         ):
-            text = await answer.text()
+            return await answer.text()
+
+    async def metrics(self) -> dict[str, float]:
+        """`/metrics` as name -> sum over labels."""
         values: dict[str, float] = {}
-        for line in text.splitlines():
+        for line in (await self.metrics_text()).splitlines():
             if line and not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
                 name = name.partition("{")[0]

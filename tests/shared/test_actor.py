@@ -182,17 +182,25 @@ async def test_a_reconnect_between_two_ticks_is_noticed(bus: MemoryBus, tmp_path
     assert [entry for entry in core.log if entry != "tick"] == ["lost", "back", "slept"]
 
 
-async def test_draining_goes_on_handling_and_ends_in_time(bus: MemoryBus, tmp_path: Path) -> None:
-    """Messages are handled while it drains; a drain that never ends is cut off."""
+@pytest.mark.parametrize("bound_s", [0.2, 600.0])
+async def test_draining_goes_on_handling_and_ends_in_time(
+    bus: MemoryBus, tmp_path: Path, bound_s: float
+) -> None:
+    """Messages are handled while it drains. A drain that never ends is cut off by its own bound, or
+    by whoever is in a hurry; then come the last words.
+    """
     order: list[str] = []
 
     class Endless(Echo):
-        drain_s = 0.2
+        drain_s = bound_s
 
         async def drain(self) -> None:
             order.append("drain")
             bus.publish(inbox(ME), encode(detokenize(9)))
             await asyncio.Event().wait()
+
+        async def last_words(self) -> None:
+            order.append("last words")
 
         async def on_stop(self) -> None:
             order.append("stop")
@@ -200,10 +208,49 @@ async def test_draining_goes_on_handling_and_ends_in_time(bus: MemoryBus, tmp_pa
     actor, core = make(bus, tmp_path, Endless)
     heard = await hearing(bus, inbox("g"), Detokenized)
     async with running(actor):
-        pass
-    assert order == ["drain", "stop"]
+        actor.stop()
+        await eventually(lambda: len(heard) == 1)
+        if bound_s > 1.0:
+            actor.hurry()
+    assert order == ["drain", "last words", "stop"]
     assert core.messages == [detokenize(9)]
-    assert len(heard) == 1
+
+
+async def test_settled_is_who_has_handled_all_that_comes(bus: MemoryBus, tmp_path: Path) -> None:
+    """What was on its way when the drain began is handled before it ends."""
+
+    class Settling(Echo):
+        async def drain(self) -> None:
+            await self.settled()
+
+    actor, core = make(bus, tmp_path, Settling)
+    loop = asyncio.get_running_loop()
+    async with running(actor):
+        for number in range(1, 6):
+            message = encode(detokenize(number))
+            loop.call_later(0.04 * number, bus.publish, inbox(ME), message)
+    assert core.messages == [detokenize(number) for number in range(1, 6)]
+
+
+async def test_a_drain_that_fails_is_a_failure(bus: MemoryBus, tmp_path: Path) -> None:
+    """The process ends with the error, and says nothing more; it is not drained for nobody."""
+    said: list[str] = []
+
+    class Broken(Echo):
+        drain_s = 600.0
+
+        async def drain(self) -> None:
+            self.fail(ValueError("the core"))
+            await asyncio.Event().wait()
+
+        async def last_words(self) -> None:
+            said.append("last words")
+
+    actor, _core = make(bus, tmp_path, Broken)
+    with pytest.raises(ValueError, match="the core"):
+        async with running(actor):
+            pass
+    assert said == []
 
 
 @pytest.mark.parametrize("scope", ["", ".shoal-tokenizer", f".shoal-tokenizer.{ME}"])

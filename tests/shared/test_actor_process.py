@@ -22,6 +22,7 @@ from shared.subjects import inbox
 from shared.testing import eventually
 
 SERVICE = """
+import asyncio
 import sys
 from pathlib import Path
 from shared.actor import Actor
@@ -38,6 +39,11 @@ class Core:
 class Service(Actor):
     role = "tokenizer"
     mailbox = Cancel
+    drain_s = 600.0
+
+    async def drain(self):
+        while self.launch.model == "patient":
+            await asyncio.sleep(1)
 
 run_service(read_launch(Path(sys.argv[1])), lambda launch, bus: Service(launch, bus, Core()))
 """
@@ -108,6 +114,17 @@ async def test_sigterm_drains_and_exits_0(nats_server: Server, tmp_path: Path) -
         log = it.log()
         assert [entry["event"] for entry in log] == ["ready", "draining"]
         assert {entry["instance"] for entry in log} == {ME}
+
+
+async def test_a_second_sigterm_cuts_the_drain_off(nats_server: Server, tmp_path: Path) -> None:
+    """The first one lets it take its time; the exit is as orderly."""
+    with service(nats_server, tmp_path, model="patient") as it:
+        await eventually(lambda: it.state() == "ready", 20)
+        it.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: it.state() == "draining", 20)
+        it.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: it.process.poll() == 0, 20)
+        assert it.log()[-1]["event"] == "drain_cut_off"
 
 
 async def test_a_broken_state_exits_1(nats_server: Server, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shared.model_files import (
 )
 from shared.sampling import SamplingDefaults
 
-UINT32, STRING, ARRAY, INT32 = 4, 8, 9, 5
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
 
 
 def text(value: str) -> bytes:
@@ -33,11 +33,16 @@ def value(content: Any) -> bytes:
     match content:
         case str():
             return struct.pack("<I", STRING) + text(content)
+        case bool():
+            return struct.pack("<I?", BOOL, content)
         case int():
             return struct.pack("<II", UINT32, content)
         case [str(), *_]:
             items = b"".join(map(text, content))
             return struct.pack("<IIQ", ARRAY, STRING, len(content)) + items
+        case [float(), *_]:
+            items = struct.pack(f"<{len(content)}f", *content)
+            return struct.pack("<IIQ", ARRAY, FLOAT32, len(content)) + items
         case [*_]:
             items = struct.pack(f"<{len(content)}i", *content)
             return struct.pack("<IIQ", ARRAY, INT32, len(content)) + items
@@ -280,3 +285,62 @@ def test_vocabulary_by_hand() -> None:
     assert vocabulary.text([0, 2, 1], skip_special_tokens=True) == "€"
     assert vocabulary.text([0, 2, 1], skip_special_tokens=False) == "\ufffd<x>\ufffd"
     assert (vocabulary.size, vocabulary.token_bytes_max) == (3, 3)
+
+
+# --- SentencePiece -----------------------------------------------------------------------------
+
+SPM_METADATA: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.pre": None,
+    "tokenizer.ggml.merges": None,
+    "tokenizer.ggml.tokens": ["<unk>", "</s>", "▁a", "<|end|>", "▁▁"],
+    "tokenizer.ggml.token_type": [2, 3, 1, 4, 4],
+    "tokenizer.ggml.scores": [0.0, 0.0, -1.0, 0.0, 0.0],
+    "tokenizer.ggml.eos_token_id": 1,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+
+
+def test_spm_file(tmp_path: Path) -> None:
+    """What old converters call user-defined and only a template may write is a control token."""
+    model = read_model(written(tmp_path, gguf(SPM_METADATA)))
+    assert model.vocabulary.tokens == (b"<unk>", b"</s>", b" a", b"<|end|>", b"  ")
+    assert model.vocabulary.special == {0, 1, 3}
+    assert model.end_ids == {1, 3}
+    assert model.vocabulary.text([2, 2], skip_special_tokens=True) == "a a"
+    assert (model.add_bos, model.special_texts["unk_token"]) == (True, "<unk>")
+    assert model.spm is not None
+    assert (model.spm.space_prefix, model.spm.single_spaces) == (True, False)
+    changes = SPM_METADATA | {"tokenizer.ggml.add_space_prefix": False}
+    without = read_model(written(tmp_path, gguf(changes)))
+    assert without.vocabulary.text([2, 2], skip_special_tokens=True) == " a a"
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("scores", None),
+        ("scores", [1, 2, 3, 4, 5]),
+        ("scores", [0.0]),
+        ("scores", [0.0, 0.0, float("nan"), 0.0, 0.0]),
+        ("tokens", ["<unk>", "</s>", "a", "a", "b"]),
+        ("tokens", ["<unk>", "</s>", "a", "b", "c" * 257]),
+        ("token_type", [2, 3, 6, 1, 1]),
+        ("add_space_prefix", 1),
+    ],
+)
+def test_bad_spm_key_is_named(tmp_path: Path, key: str, content: Any) -> None:
+    """Also a byte token that names no byte: 6 is the type of `<0x41>`."""
+    key = f"tokenizer.ggml.{key}"
+    with pytest.raises(ModelFileError) as caught:
+        read_model(written(tmp_path, gguf(SPM_METADATA | {key: content})))
+    assert caught.value.what == key
+
+
+def test_one_byte_token_is_not_enough(tmp_path: Path) -> None:
+    changes = {
+        "tokenizer.ggml.tokens": ["<unk>", "</s>", "<0x41>", "b", "c"],
+        "tokenizer.ggml.token_type": [2, 3, 6, 1, 1],
+    }
+    with pytest.raises(ModelFileError, match="1 byte tokens, not 256"):
+        read_model(written(tmp_path, gguf(SPM_METADATA | changes)))

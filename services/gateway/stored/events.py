@@ -81,6 +81,8 @@ class Ended(Fact, frozen=True, kw_only=True):
 
 
 Event = Submitted | Adopted | Opened | Output | CancelRequested | Ended
+Shown = Submitted | Adopted | Delta | SessionEnd
+"""What an answer is written from. Of a request that is not stored: the last two."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Event)
@@ -137,3 +139,8 @@ def session_events(event: Event) -> list[Delta | SessionEnd]:
             usage = (event.prompt_tokens, event.completion_tokens, event.cached_tokens)
             return [SessionEnd(error, *usage)]
     return []
+
+
+def shown(event: Event) -> list[Shown]:
+    """What the writer of an answer is told of `event`."""
+    return [event] if isinstance(event, Submitted | Adopted) else [*session_events(event)]

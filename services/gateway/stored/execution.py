@@ -102,14 +102,17 @@ class Execution:
         self._unlogged_since: float | None = None
         self._logged_at = 0.0
 
-    # --- what the session says ---
+    # --- what the session says; it may not know yet that it is dropped ---
 
     def opened(self, opened: Opened) -> None:
         """It has fixed what is not a function of ids."""
-        self._opened = opened
+        if self._session:
+            self._opened = opened
 
     def delivered(self, delta: Delta, now: float) -> None:
         """It has new ids."""
+        if not self._session:
+            return
         self._deltas.append(delta)
         self._ids += len(delta.ids)
         if self._unlogged_since is None:
@@ -118,7 +121,8 @@ class Execution:
 
     def ended(self, end: SessionEnd) -> None:
         """It has ended."""
-        self._end = end
+        if self._session:
+            self._end = end
 
     # --- what came of a step ---
 
@@ -189,7 +193,7 @@ class Execution:
 
     def _settle(self) -> None:
         """Is there nothing left to do here?"""
-        if self._outcome is None and (self.log.submitted is None or self.log.ended is not None):
+        if self.log.submitted is None or self.log.ended is not None:
             self._outcome = "done"
         if self._outcome is not None:
             self._forget()

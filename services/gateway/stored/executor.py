@@ -6,8 +6,6 @@ import time
 from collections import Counter
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from services.gateway.edge import Edge
 from services.gateway.events import (
     Delta,
@@ -15,7 +13,6 @@ from services.gateway.events import (
     Resume,
     SessionEnd,
     SessionEvent,
-    SessionSpec,
 )
 from services.gateway.meters import Measure
 from services.gateway.stored.config import StoredConfig
@@ -91,15 +88,17 @@ class Executor:
                 running.worked_at = now
                 running.job.working()
 
-    async def drain(self) -> None:
-        """Take no more jobs, and let those that run end."""
-        await self._stop_taking()
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+    async def stop_taking(self) -> None:
+        """Take no more jobs; those that run go on."""
+        if self._taker is not None:
+            self._taker.cancel()
+            await asyncio.gather(self._taker, return_exceptions=True)
+            self._taker = None
+            await self._queue.close()
 
     async def hand_over(self) -> None:
         """What still runs is given back: another gateway adopts it at once."""
-        await self._stop_taking()
+        await self.stop_taking()
         jobs = [running.job for running in self._running.values()]
         for task in self._tasks:
             task.cancel()
@@ -109,13 +108,6 @@ class Executor:
             self.counters["stored_handed_over"] += 1
 
     # --- inside ---
-
-    async def _stop_taking(self) -> None:
-        if self._taker is not None:
-            self._taker.cancel()
-            await asyncio.gather(self._taker, return_exceptions=True)
-            self._taker = None
-            await self._queue.close()
 
     async def _take(self) -> None:
         while True:
@@ -264,25 +256,14 @@ class Executor:
             running.wake.set()
 
         try:
-            spec = self._spec(running)
+            asked = execution.log.submitted
+            assert asked is not None
+            spec = self._edge.stored(running.request_id, asked).spec
         except MeshError as error:
             emit(SessionEnd(error, 0, 0, 0))
             return
         parts.table.open(spec, emit, parts.clock(), _resume(execution, epoch))
         parts.flush()
-
-    def _spec(self, running: Running) -> SessionSpec:
-        """The request as it was checked when it was taken."""
-        log = running.execution.log
-        asked = log.submitted
-        assert asked is not None
-        caller = replace(
-            self._edge.caller(asked.tenant, None),
-            request_id=running.request_id,
-            timeout_s=max(log.deadline - time.time(), 0.001),
-        )
-        packed = asked.body[:1] >= b"\x80"
-        return self._edge.check(asked.endpoint, asked.body, caller, packed=packed).spec
 
     def _drop(self, running: Running) -> None:
         """Whatever the session still says is not wanted."""

@@ -38,7 +38,8 @@ class Log:
         self.last = 0  # sequence of the last event; what an append has to expect
         self.events = 0
         self.submitted: Submitted | None = None
-        self.adopted = 0  # sequence of the last `Adopted`
+        self.adopted = 0  # sequence of the last `Adopted`,
+        self.adopter = ""  # and whose it was
         self.fruitless = 0  # adoptions in a row that brought no output
         self.opened: Opened | None = None
         self.choices: defaultdict[int, Choice] = defaultdict(Choice)
@@ -57,7 +58,7 @@ class Log:
             case Submitted():
                 self.submitted = event
             case Adopted():
-                self.adopted = seq
+                self.adopted, self.adopter = seq, event.gateway
                 self.fruitless += 1
             case Opened():
                 self.opened = event

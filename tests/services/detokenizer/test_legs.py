@@ -98,6 +98,22 @@ def test_every_id_is_reported_at_once_even_if_its_text_is_held() -> None:
     assert (freed.index, unpack_ids(freed.ids), freed.text) == (2, [*b"c"], "ac")
 
 
+def test_handing_over_sends_every_leg_elsewhere_at_its_next_record() -> None:
+    """Legs in hand and new ones alike, each told once; what is late of them stays unanswered."""
+    bench = Bench()
+    bench.one(record(0, b"a", context(), request_id="r1"))
+    bench.legs.hand_over()
+    sent = bench.step(
+        record(1, b"b", request_id="r1"), record(0, b"c", context(), request_id="r2", gateway="gw2")
+    )
+    assert [(to, type(lost), lost.request_id, lost.reason) for to, lost in sent] == [  # type: ignore[attr-defined]
+        (inbox("gw"), RouteLost, "r1", "drain"),
+        (inbox("gw2"), RouteLost, "r2", "drain"),
+    ]
+    assert bench.step(record(2, b"d", request_id="r1")) == []
+    assert bench.legs.num_legs == 0
+
+
 def test_stop_string_cuts_and_cancels() -> None:
     """Ids after the finishing one are cut, and the worker is told to stop."""
     bench = Bench()

@@ -9,7 +9,7 @@ from services.detokenizer.service import Detokenizer
 from shared.bus import Delivery
 from shared.config import ConfigError, Launch
 from shared.ids import pack_ids
-from shared.messages import StepDone, StepRecord, TextContext, TextDelta, encode
+from shared.messages import RouteLost, StepDone, StepRecord, TextContext, TextDelta, encode
 from shared.model_files import default_model
 from shared.sampling import TextParams
 from shared.subjects import inbox
@@ -38,6 +38,33 @@ async def test_a_step_becomes_text_at_the_gateway() -> None:
     [text] = msgspec.msgpack.decode(heard[0].payload, type=TextDelta).records
     assert (text.text, text.finish_reason) == ("Hello world", "length")
     assert actor.beat().load == 0
+
+
+async def test_a_stopped_detokenizer_hands_its_legs_over() -> None:
+    """As long as workers send it steps it answers each leg with the advice to go elsewhere."""
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    heard: list[RouteLost | TextDelta] = []
+    decoder = msgspec.msgpack.Decoder(RouteLost | TextDelta)
+    await bus.subscribe(
+        inbox("gw"), lambda delivery: heard.append(decoder.decode(delivery.payload))
+    )
+    actor = Detokenizer(launch(), MemoryBus(broker))
+
+    def send(index: int, context: TextContext | None) -> None:
+        record = StepRecord("r", 0, 1, "gw", index, pack_ids([19556]), context=context)
+        bus.publish(inbox("detok-1"), encode(StepDone(worker="w", step=1, records=[record])))
+
+    async with running(actor):
+        send(0, TextContext(b"", b"", TextParams()))
+        await eventually(lambda: len(heard) == 1)
+        actor.stop()
+        await eventually(lambda: actor.draining)
+        send(1, None)
+    lost = heard[-1]
+    assert isinstance(lost, RouteLost)
+    assert lost.reason == "drain"
+    assert actor.legs.num_legs == 0
 
 
 def test_unknown_setting_is_named() -> None:

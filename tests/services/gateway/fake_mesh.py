@@ -20,7 +20,7 @@ from services.gateway.service import Gateway
 from shared.bus import Bus, Delivery
 from shared.config import Launch
 from shared.errors import Code
-from shared.ids import pack_ids, unpack_ids
+from shared.ids import count_ids, pack_ids, unpack_ids
 from shared.messages import (
     Accepted,
     Beacon,
@@ -212,7 +212,7 @@ class FakeMesh:
             pieces[-1] += f"#{submit.choice}"
         if not submit.sampling.ignore_eos:
             count = min(count, len(pieces))
-        index = 0
+        index = count_ids(submit.output_ids)
         while index < count:
             if script.fails and index >= script.fails_after:
                 code, detail = script.fails

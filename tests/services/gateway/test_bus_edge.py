@@ -240,8 +240,12 @@ class Played:
         return Client(MemoryBus(self.broker))
 
 
-async def test_a_missing_frame_is_an_error() -> None:
-    """A gap is never skipped: what came before it is given, then the error."""
+async def test_a_frame_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gap is never skipped: what came before it is given, and when nobody has the rest, the
+    error.
+    """
+    monkeypatch.setattr("shared.client.GAP_S", 0.001)
+    monkeypatch.setattr("shared.client.GAP_MAX_S", 0.01)
     client = await Played().plays((0, "chunk"), (1, "chunk"), (3, "chunk"), (4, "done"))
     stream = client.chat()
 

@@ -5,6 +5,7 @@ import os
 import socket
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -313,6 +314,26 @@ async def test_a_drain_lets_streams_finish_and_tells_the_rest() -> None:
 
     assert done == "[DONE]"
     assert error["error"]["code"] == "unavailable"
+
+
+async def test_a_drain_serves_what_comes_on_open_connections() -> None:
+    """A kept connection is good for one more answer, which closes it; new ones are not taken."""
+    body = {**CHAT, "stream": False}
+    async with front(drain_s=600.0) as edge, aiohttp.ClientSession() as session:
+        edge.mesh.script.stuck_after = 2
+        running = asyncio.create_task(edge.events(PATH, CHAT))
+        await eventually(lambda: 2 in edge.mesh.sent.values())
+        async with session.get(f"{edge.url}/health") as answer:
+            assert answer.headers.get("Connection") != "close"
+        edge.gateway.stop()
+        await eventually(lambda: edge.gateway.edge.draining)
+        edge.mesh.script.stuck_after = None
+        async with session.post(edge.url + PATH, json=body) as answer:
+            assert (answer.status, answer.headers["Connection"]) == (200, "close")
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await session.get(f"{edge.url}/health")
+        *_, last, done = await running
+    assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
 
 
 async def test_gateways_share_an_inherited_socket() -> None:

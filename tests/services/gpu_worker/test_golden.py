@@ -138,6 +138,7 @@ def runner():
         default_model(),
         progress=[].append,
         dtype="fp32",
+        quantize="none",
         num_blocks=NUM_BLOCKS,
         kv_bytes_max=0,
         max_model_len=2100,

@@ -9,7 +9,12 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from services.gpu_worker.model_runner import DecoderRunner, compute_dtype, load_runner
+from services.gpu_worker.model_runner import (
+    SCORE_TILE,
+    DecoderRunner,
+    compute_dtype,
+    load_runner,
+)
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.torch_model import QUERY_TILE
@@ -20,6 +25,7 @@ from shared.kv import BLOCK_SIZE
 from shared.messages import ChatPrompt
 from shared.model_files import default_model, read_model
 from shared.sampling import SamplingParams
+from tests.golden.make import reference
 from tests.services.gpu_worker.legs_kit import Legs
 
 VOCAB = 49_152
@@ -157,6 +163,50 @@ def test_a_leg_in_fp32_is_bitwise_the_same_however_it_is_batched(runner, ids):
         added = [legs.add(prompts[name], **params[name]) for name in prompts]
         results = legs.run(dict(zip(added, budgets, strict=True)), 4)
         assert dict(zip(prompts, results, strict=True)) == expected, budgets
+
+
+def scored(runner, ids, chunk, company=()):
+    """The prompt logprobs of `ids`, computed in chunks beside a leg that computes `company`."""
+    leg = Sequence(ids, SamplingParams(max_tokens=1, prompt_logprobs=3), scores=[])
+    leg.block_table = [*range(-(-len(ids) // BLOCK_SIZE))]
+    other = Sequence(list(company), SamplingParams(max_tokens=1))
+    other.block_table = [*range(100, 100 + -(-len(company) // BLOCK_SIZE))]
+    while leg.num_computed_tokens < leg.num_tokens:
+        row = Scheduled(leg, min(chunk, leg.num_tokens - leg.num_computed_tokens))
+        batch = [Scheduled(other, len(company)), row] if company else [row]
+        leg.scores += runner.execute(batch)[-1].scores
+        leg.num_computed_tokens += row.num_tokens
+    return leg.scores
+
+
+def test_prompt_logprobs_are_those_of_transformers(runner, ids):
+    """Of each id but the first: its logprob, its rank, and the best ids of its position."""
+    prompt = ids[:150]
+    with torch.inference_mode():
+        logits = reference().forward(torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1)
+    own = expected.gather(1, torch.tensor(prompt[1:])[:, None])
+    scores = scored(runner, prompt, 1000)
+
+    assert len(scores) == len(prompt) - 1
+    found = torch.tensor([score.logprobs.logprob for score in scores])
+    torch.testing.assert_close(found, own[:, 0], atol=1e-4, rtol=1e-4)
+    assert [score.rank for score in scores] == ((expected > own).sum(-1) + 1).tolist()
+    best = torch.tensor([score.logprobs.top_logprobs for score in scores])
+    torch.testing.assert_close(best, expected.topk(3).values, atol=1e-4, rtol=1e-4)
+    for score, of_row in zip(scores, expected, strict=True):
+        of_ids = of_row[unpack_ids(score.logprobs.top_ids)]
+        torch.testing.assert_close(of_ids, of_row.topk(3).values, atol=1e-4, rtol=1e-4)
+
+
+def test_prompt_logprobs_in_fp32_are_bitwise_the_same_in_any_chunks(runner, ids):
+    """Chunks that end inside tiles of attention and of scores, alone and in company."""
+    prompt = ids[: QUERY_TILE + SCORE_TILE + 3]
+    expected = scored(runner, prompt, 1000)
+    for chunk in (17, SCORE_TILE + 1, QUERY_TILE + 1):
+        assert scored(runner, prompt, chunk) == expected, chunk
+    assert scored(runner, prompt[:40], 1) == expected[:39]
+    assert scored(runner, prompt, 50, company=ids[200:233]) == expected
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 2**64 - 1}])

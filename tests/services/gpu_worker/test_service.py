@@ -147,6 +147,23 @@ async def test_a_drain_moves_what_does_not_finish_in_time() -> None:
     assert not is_running(pid)
 
 
+async def test_a_drain_lets_legs_finish_and_sends_new_ones_elsewhere() -> None:
+    """Also one that was placed before the scheduler heard of the drain."""
+    mesh = Mesh(step_ms=5)
+    patient = launch({**FAST, "step_ms": 5}, drain_s=60)
+    mesh.worker = GpuWorker(patient, MemoryBus(mesh.broker))
+    async with mesh.up() as worker:
+        mesh.run(max_tokens=100)
+        await eventually(lambda: bool(mesh.ids()))
+        worker.stop()
+        await eventually(lambda: worker.draining)
+        mesh.run(choice=1)
+
+    assert len(mesh.ids()) == 100
+    assert [(lost.choice, lost.reason) for lost in mesh.of(RouteLost)] == [(1, "drain")]
+    assert mesh.ids(choice=1) == []
+
+
 async def test_the_death_of_the_engine_is_told_at_once_and_ends_the_worker() -> None:
     """The I/O process waits on the pid: `Died`, then it fails, so that both are started anew."""
     mesh = Mesh(crash_id=99)

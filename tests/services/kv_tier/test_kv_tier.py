@@ -112,6 +112,23 @@ async def test_service_answers_prefix(store: BlockStore, redis_server: Server) -
         assert await asker.ask(b"") == 0
 
 
+async def test_a_stopped_service_answers_what_was_asked(
+    store: BlockStore, redis_server: Server
+) -> None:
+    """Also what was on its way when it was told to stop."""
+    await put(redis_server, HASHES[0])
+    broker = MemoryBroker()
+    asker = Asker(broker)
+    await asker.listen()
+    async with running(
+        KvTier(launch(redis_server.url, answer_s=5.0), MemoryBus(broker))
+    ) as kv_tier:
+        kv_tier.stop()
+        await eventually(lambda: kv_tier.draining)
+        asker.send(HASHES[0])
+    assert [found.num_blocks for found in asker.answers] == [1]
+
+
 async def test_service_without_redis_answers_miss() -> None:
     """No Redis configured, and a dead Redis, are both an empty cache."""
     for url in ("", "unix:///nowhere/none.sock"):

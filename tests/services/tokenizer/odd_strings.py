@@ -30,6 +30,8 @@ ODD_STRINGS = [
     "<s> a</s>  b<unk>c",
     "<0x41><0x0A>",
     "low\u2581line \u2581 a",
+    "ASCII \u212b ¼ x\n\n 1 22 333 4444",
+    "!!\n\n a/b//\n",
     "def f(x):\n    return x ** 2  # ok\n",
     "https://example.com/a_b?c=1&d=%20",
     "CamelCaseWORDS ÀÉÎ ǅ ʰ ⅓",

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import tokenizers
 from msgspec.structs import replace
@@ -296,6 +297,26 @@ async def test_actor_answers_over_the_bus() -> None:
     CORE.receive(generate(texts=["Hello"]), 0.0)
     [(_, expected)] = CORE.outbox.take()
     assert heard[0].payload == encode(expected)
+
+
+async def test_a_stopped_actor_answers_what_was_asked() -> None:
+    """A question that takes many turns, and one that comes when it has been told to stop."""
+    broker = MemoryBroker()
+    bus = MemoryBus(broker)
+    heard: list[Tokenized] = []
+    decoder = msgspec.msgpack.Decoder(Tokenized)
+    await bus.subscribe(
+        inbox("gw"), lambda delivery: heard.append(decoder.decode(delivery.payload))
+    )
+    async with running(TokenizerActor(launch(), MemoryBus(broker))) as actor:
+        long = [" ".join(["whale"] * (SLICE // 24))] * 20
+        bus.publish(inbox("tok-1"), encode(generate(texts=long)))
+        await eventually(lambda: actor.handled == 1)
+        assert heard == []
+        actor.stop()
+        await eventually(lambda: actor.draining)
+        bus.publish(inbox("tok-1"), encode(replace(generate(texts=["Hello"]), request_id="late")))
+    assert {(found.request_id, len(found.prompts)) for found in heard} == {("r", 20), ("late", 1)}
 
 
 def test_unknown_setting_is_named() -> None:

@@ -1,4 +1,4 @@
-"""GGUF files of the families against what `transformers` makes of the same vocabularies."""
+"""GGUF files, and one tokenizer.model, against `transformers` on the same vocabularies."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +97,36 @@ def test_tekken() -> None:
         tokens = [token for word in cut for token in families.merged(word, ranks, len(ranks))]
         ids = encoder.encode(text, add_special_tokens=False).ids
         assert ids == [ranks[token] for token in tokens], text
+
+
+def test_phi3_without_tokenizer_json(tmp_path: Path) -> None:
+    """What tokenizer_config.json says of the tokens that were added to a tokenizer.model."""
+    reference = families.made("phi3", tmp_path)
+    reference.chat_template = TEMPLATES["phi3"]
+    names = ("content", "special", "rstrip")
+    config = {
+        "added_tokens_decoder": {
+            str(i): {name: getattr(token, name) for name in names}
+            for i, token in reference.added_tokens_decoder.items()
+        },
+        "chat_template": TEMPLATES["phi3"],
+        "add_bos_token": False,
+        "eos_token": {"content": reference.eos_token},
+    }
+    folder = tmp_path / "directory"
+    spm_kit.directory(folder, tmp_path / "tokenizer.model", tokenizer_config=config)
+    same_ids(Tokenizer(read_model(folder)), reference)
+
+
+def test_a_control_token_may_have_any_text(tmp_path: Path) -> None:
+    """Even SentencePiece's sign for a space: a template may still write it."""
+    spm_kit.trained(tmp_path / "tokenizer.model", **spm_kit.LLAMA)
+    mark = "<\u2581>"
+    keys = {"added": {mark: TokenType.CONTROL}, "chat_template": mark + "{{ messages[0].content }}"}
+    files = read_model(spm_kit.gguf(tmp_path / "m.gguf", tmp_path / "tokenizer.model", **keys))
+    tokenizer = Tokenizer(files)
+    ids = tokenizer.encode_chat(ChatPrompt(messages=[{"role": "user", "content": "Hello"}]))
+    assert ids == [files.vocabulary.size - 1, *tokenizer.encode("Hello", False)]
 
 
 PIECES = ["\u2581", "a", "b", "c", "\u2581a", "bc", "\u2581\u2581", "ab", "ca", "<unk>"]

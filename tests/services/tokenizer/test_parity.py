@@ -1,5 +1,4 @@
-"""Ids of the default model against byte-level BPE written from its description, word by word;
-of a Qwen vocabulary against `transformers`.
+"""Ids of the default model against byte-level BPE written from its description, word by word.
 
 (What `transformers` builds from the GGUF file is no reference: it leaves out that digits are cut
 one by one before words are.)
@@ -10,45 +9,17 @@ from itertools import pairwise
 
 import pytest
 import regex
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.tokenizer.encoders import from_bpe
 from services.tokenizer.tokenizer import Tokenizer
-from shared.model_files import BpeParts, default_model, read_model
+from shared.model_files import default_model, read_model
 from shared.vocabulary import byte_alphabet
+from tests.services.tokenizer.odd_strings import ODD_STRINGS
 
 _WORDS = regex.compile(
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
-CORPUS = [
-    "",
-    "Hello, world!",
-    "1234567890 12 3",
-    "  12  3",
-    "x½ Ⅷ ٣٤ ² ①",
-    "it's they'll WE'RE 'd 's",
-    "naïve Ελλάδα Привет 今日は안녕 हिन्दी العربية",
-    "mixed日本andEnglish中",
-    "line\r\nline\n\r\n\n  \n\ttab\t\t end",
-    "   leading, trailing   ",
-    " ",
-    "\t",
-    "\n\n\n",
-    "zero\u200bwidth\u200d joiner\ufeff",
-    "nbsp\u00a0\u2003\u3000space",
-    "control\x00\x01\x1f\x7f\x85",
-    "👩‍👩‍👧🇫🇷 é e\u0301",
-    "<|im_end|> after  <|im_start|>",
-    "a<|im_start|>user\nhi<|im_end|>\n",
-    "<|im_end|><|im_end|>  x",
-    "<|im_end |> <|im_start",
-    "def f(x):\n    return x ** 2  # ok\n",
-    "https://example.com/a_b?c=1&d=%20",
-    "\U0010ffff\ue000",
-    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 5,
-]
 
 
 class Reference:
@@ -100,7 +71,7 @@ FILES = read_model(default_model())
 OURS, REFERENCE = Tokenizer(FILES), Reference(FILES)
 
 
-@pytest.mark.parametrize("text", CORPUS)
+@pytest.mark.parametrize("text", ODD_STRINGS)
 def test_odd_strings_have_the_ids_of_the_reference(text):
     assert OURS.encode(text) == REFERENCE.encode(text)
 
@@ -109,24 +80,3 @@ def test_odd_strings_have_the_ids_of_the_reference(text):
 @settings(max_examples=200, deadline=None)
 def test_any_text_has_the_ids_of_the_reference(text):
     assert OURS.encode(text) == REFERENCE.encode(text)
-
-
-@pytest.mark.parametrize(
-    "text", [*CORPUS, "ASCII é e\u0301 \u212b ¼ x\n\n 1 22 333 4444", "!!\n\n a"]
-)
-def test_a_qwen_vocabulary_has_the_ids_of_transformers(text):
-    """The default model's merges cut into words as Qwen cuts them, composed characters first."""
-    bpe = FILES.bpe
-    control = frozenset(i for i in bpe.control if bpe.tokens[i] == "<|im_end|>")
-    parts = BpeParts("qwen2", bpe.tokens, bpe.merges, control, frozenset())
-    ours = from_bpe(FILES.path, parts).encode(text, add_special_tokens=False).ids
-    assert ours == QWEN.encode(text, add_special_tokens=False)
-
-
-QWEN = transformers.Qwen2Tokenizer(
-    vocab=REFERENCE.ids,
-    merges=[*REFERENCE.ranks],
-    unk_token="<|im_end|>",
-    eos_token="<|im_end|>",
-    pad_token="<|im_end|>",
-)
