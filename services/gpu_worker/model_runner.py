@@ -143,7 +143,7 @@ class DecoderRunner:
 
     def __init__(self, model: StepModel, spec: ModelSpec) -> None:
         self.spec = spec
-        self._model = model
+        self.model = model
         self._sampler = Sampler(spec.end_ids)
         self._step_ms = 0.0  # measured by `warm_up`: a step of one row, and a further token
         self._token_ms = 0.0
@@ -187,15 +187,15 @@ class DecoderRunner:
 
     def _execute(self, batch: list[Scheduled]) -> list[Outcome]:
         if opened := _opened_blocks(batch):
-            self._model.clear(opened)
-        self._model.forward(batch)
+            self.model.clear(opened)
+        self.model.forward(batch)
         ends = [*accumulate(row.num_tokens for row in batch)]
         outcomes = [
             self._score(row, end - row.num_tokens) for row, end in zip(batch, ends, strict=True)
         ]
         sampling = [index for index, row in enumerate(batch) if row.samples]
         if sampling:
-            logits = self._model.logits([ends[index] - 1 for index in sampling])
+            logits = self.model.logits([ends[index] - 1 for index in sampling])
             sampled = self._sampler.sample(logits, [batch[index].sequence for index in sampling])
             for index, outcome in zip(sampling, sampled, strict=True):
                 if not outcomes[index].fault:
@@ -210,7 +210,7 @@ class DecoderRunner:
         scores: list[Score] = []
         for start in range(wanted.start, wanted.stop, SCORE_TILE):
             stop = min(start + SCORE_TILE, wanted.stop)
-            logits = self._model.logits([*range(offset + start, offset + stop)])
+            logits = self.model.logits([*range(offset + start, offset + stop)])
             if not are_sound(logits).all():
                 return Outcome(fault="nan_logits")
             ids = sequence.prompt_ids[start + 1 : stop + 1]

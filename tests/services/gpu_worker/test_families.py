@@ -11,6 +11,7 @@ from tests.services.gpu_worker.tiny_families import (
     CASES,
     VOCAB,
     WINDOW,
+    int8_runner_of,
     reference,
     reference_logits,
     runner_of,
@@ -27,22 +28,28 @@ def one_thread():
 
 @pytest.fixture(scope="module", params=[*CASES])
 def pair(request, tmp_path_factory):
-    """A reference and our runner of the directory that the reference wrote."""
+    """A reference, and by precision our runners of the directory that the reference wrote."""
     model = reference(request.param)
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder, max_shard_size="100KB")
-    return model, runner_of(folder), runner_of(folder, torch.bfloat16)
+    runners = {
+        "fp32": runner_of(folder),
+        "bf16": runner_of(folder, torch.bfloat16),
+        "int8": int8_runner_of(folder),
+    }
+    yield model, runners
+    runners["int8"].model.decoder.close()
 
 
 def test_logits_and_greedy_ids_equal_those_of_transformers(pair):
     """A prompt in chunks that cross blocks, tiles and windows, then decode beyond a window."""
-    model, runner, _ = pair
+    model, runner = pair[0], pair[1]["fp32"]
     legs = Legs(runner)
     leg = legs.add(PROMPT)
     legs.run({leg: 133}, NEW_IDS)
     ids = PROMPT + leg.output_ids
     expected = reference_logits(model, ids)[len(PROMPT) - 1 : -1]
-    found = torch.stack(runner._model.seen[-NEW_IDS:])
+    found = torch.stack(runner.model.seen[-NEW_IDS:])
     assert expected.std() > 0.5
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
     assert leg.output_ids == expected.argmax(-1).tolist()
@@ -56,6 +63,7 @@ WAYS = {
     "preemption": 50,
     "resume": 50,
 }
+EXACT = ["fp32", "int8"]  # precisions in which a leg's company changes nothing
 _GREEDY = SamplingParams(max_tokens=36, temperature=0, logprobs=VOCAB)
 _DRAWN = msgspec.structs.replace(
     _GREEDY, temperature=0.9, seed=11, top_p=0.9, repetition_penalty=1.2
@@ -65,17 +73,22 @@ TOO_FEW_BLOCKS = 27  # the prompts fill 23 of them, and each answer needs two or
 
 
 @pytest.fixture(scope="module")
-def alone(pair):
-    """What each leg says when nobody else is there and its prompt is computed in one piece."""
-    cores = [Core(pair[1], batch=1, chunk=512) for _ in ASKS]
-    return [core.answers([ask])[0] for core, ask in zip(cores, ASKS, strict=True)]
+def said_alone(pair):
+    """By precision: what each leg says when nobody else is there and its prompt is one piece."""
+    said = {}
+    for precision in EXACT:
+        cores = [Core(pair[1][precision], batch=1, chunk=512) for _ in ASKS]
+        said[precision] = [core.answers([ask])[0] for core, ask in zip(cores, ASKS, strict=True)]
+    return said
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_leg_in_fp32_is_bitwise_what_it_is_alone(pair, alone, way):
+@pytest.mark.parametrize("precision", EXACT)
+def test_a_leg_is_bitwise_what_it_is_alone(pair, said_alone, precision, way):
     """Ids drawn and greedy, and whole distributions, among others and with `way` happening."""
+    runner, alone = pair[1][precision], said_alone[precision]
     num_blocks = TOO_FEW_BLOCKS if way == "preemption" else None
-    core = Core(pair[1], batch=len(ASKS), chunk=WAYS[way], num_blocks=num_blocks)
+    core = Core(runner, batch=len(ASKS), chunk=WAYS[way], num_blocks=num_blocks)
     if way == "prefix hit":
         core.answers([ask._replace(prompt_ids=[*ask.prompt_ids[:160], 0]) for ask in ASKS])
     begin = 5 if way == "resume" else 0
@@ -94,9 +107,10 @@ def test_a_leg_in_fp32_is_bitwise_what_it_is_alone(pair, alone, way):
 def test_bf16_says_nearly_the_same(pair):
     """Logits of a prompt and a decode step are off by what rounding alone does."""
     found = []
-    for runner in pair[1:]:
+    for precision in ("fp32", "bf16"):
+        runner = pair[1][precision]
         legs = Legs(runner)
         legs.run({legs.add(PROMPT, [7]): 133}, 1)
-        found.append(runner._model.seen[-1])
+        found.append(runner.model.seen[-1])
     exact, coarse = found
     assert (coarse - exact).square().mean().sqrt() < 0.06 * exact.std()

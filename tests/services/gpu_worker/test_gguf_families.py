@@ -151,7 +151,7 @@ def test_logits_and_greedy_ids_equal_those_of_transformers(tmp_path, name):
     leg = legs.add(PROMPT)
     legs.run({leg: 40}, NEW_IDS)
     expected = reference_logits(model, PROMPT + leg.output_ids)[len(PROMPT) - 1 : -1]
-    found = torch.stack(runner._model.seen[-NEW_IDS:])
+    found = torch.stack(runner.model.seen[-NEW_IDS:])
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
     assert leg.output_ids == expected.argmax(-1).tolist()
 

@@ -8,7 +8,6 @@ import torch
 
 from services.gpu_worker.model_runner import DecoderRunner
 from services.gpu_worker.runner import Scheduled
-from services.gpu_worker.runner import Scheduled
 from services.gpu_worker.sequence import Sequence
 from shared.ids import pack_ids
 from shared.sampling import SamplingParams
@@ -24,7 +23,7 @@ class Frail:
     """The model of `runner`, which meets `fault` in the company of the marked id."""
 
     def __init__(self, runner: DecoderRunner, fault: Any) -> None:
-        self._model = runner._model
+        self._model = runner.model
         self._fault = fault
         self.logits, self.clear = self._model.logits, self._model.clear
 
@@ -111,7 +110,7 @@ def test_a_poisoned_block_fails_its_leg_and_serves_nobody_again(
         for entry in worker.core.batcher.running
         if entry.sequence.prompt_ids == PROMPTS[1]
     ]
-    runner._model.pool.index_fill_(3, torch.tensor(broken.block_table[:1]), poison)
+    runner.model.pool.index_fill_(3, torch.tensor(broken.block_table[:1]), poison)
     worker.steps()
     first = worker.take()
     drive(worker, 1, epoch=2)
@@ -134,9 +133,9 @@ def test_prompt_logprobs_that_are_no_numbers_fail_their_leg(runner: DecoderRunne
     broken.scores = []
     (first,) = runner.execute([Scheduled(broken, 16)])
     broken.scores, broken.num_computed_tokens = [*first.scores], 16
-    runner._model.pool.index_fill_(3, torch.tensor([3]), math.nan)
+    runner.model.pool.index_fill_(3, torch.tensor([3]), math.nan)
     outcomes = runner.execute([Scheduled(broken, 8), Scheduled(sound, 40)])
-    runner._model.pool.index_fill_(3, torch.tensor([3]), 0)
+    runner.model.pool.index_fill_(3, torch.tensor([3]), 0)
 
     assert len(first.scores) == 16
     assert (outcomes[0].fault, outcomes[0].scores) == ("nan_logits", ())

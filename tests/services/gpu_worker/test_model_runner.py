@@ -231,7 +231,7 @@ def test_a_leg_with_broken_keys_fails_alone_and_its_blocks_can_be_used_again(run
     [expected] = legs.run({sound: 1000}, 3)
     legs.run({broken: 1000}, 1)
     blocks = torch.tensor(broken.block_table)
-    runner._model.pool.index_fill_(3, blocks, math.nan)
+    runner.model.pool.index_fill_(3, blocks, math.nan)
     again = legs.add(ids[:40])
     legs.step({broken: 1, again: 1000})
     assert legs.results[broken][-1].fault == "nan_logits"
@@ -239,7 +239,7 @@ def test_a_leg_with_broken_keys_fails_alone_and_its_blocks_can_be_used_again(run
     heir.block_table = broken.block_table
     results = legs.run({again: 1000, heir: 9}, 3)
     assert results == [expected, expected]
-    runner._model.pool.index_fill_(3, blocks, 0)
+    runner.model.pool.index_fill_(3, blocks, 0)
 
 
 def test_rows_that_do_not_reach_the_last_id_sample_nothing(runner, ids):
@@ -251,7 +251,7 @@ def test_rows_that_do_not_reach_the_last_id_sample_nothing(runner, ids):
 
 def test_the_bound_of_a_step_grows_with_its_work(coarse, ids):
     """Before the warm-up it is generous, after it never below five seconds."""
-    runner = DecoderRunner(coarse._model, coarse.spec)
+    runner = DecoderRunner(coarse.model, coarse.spec)
     small = Scheduled(Sequence(ids[:1], SamplingParams(max_tokens=1)), 1)
     large = Scheduled(Sequence(ids * 4, SamplingParams(max_tokens=1)), len(ids) * 4)
     assert runner.phase_bound_ms([small]) == 60_000

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 import transformers
 
+from services.gpu_worker.fused_model import FusedModel
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.model_runner import DecoderRunner
-from services.gpu_worker.models.decoder import Decoder
+from services.gpu_worker.models.decoder import Decoder, DecoderConfig
+from services.gpu_worker.models.fused import FusedDecoder
 from services.gpu_worker.runner import ModelSpec
 from services.gpu_worker.torch_model import TorchModel
 from shared.kv import BLOCK_SIZE
@@ -131,15 +133,27 @@ class Watched(TorchModel):
 
 
 def runner_of(path: Any, dtype: torch.dtype = torch.float32) -> DecoderRunner:
-    """Our runner over the model at `path`."""
+    """Our runner over the model at `path`, in torch."""
     config, weights = load_model(path, dtype)
-    length = min(config.context_length, 512)
-    spec = ModelSpec(
+    spec = _spec(config)
+    decoder = Decoder(config, weights, spec.max_model_len)
+    return DecoderRunner(Watched(decoder, spec.num_blocks), spec)
+
+
+def int8_runner_of(path: Any) -> DecoderRunner:
+    """Our runner over the model at `path`, as the compiled step."""
+    config, weights = load_model(path, torch.float32)
+    spec = _spec(config)
+    decoder = FusedDecoder(config, weights, spec.max_model_len, spec.num_blocks, num_threads=2)
+    return DecoderRunner(FusedModel(decoder), spec)
+
+
+def _spec(config: DecoderConfig) -> ModelSpec:
+    return ModelSpec(
         name="tiny",
         vocab_size=config.vocab_size,
-        max_model_len=length,
+        max_model_len=min(config.context_length, 512),
         num_blocks=80,
         block_size=BLOCK_SIZE,
         end_ids=frozenset(),
     )
-    return DecoderRunner(Watched(Decoder(config, weights, length), spec.num_blocks), spec)
