@@ -159,7 +159,7 @@ class FusedDecoder:
         into.key_norm = self._vector(layer.key_norm)
         out = _writer(layer.attention_out(), turn)
         wide = pad_blocks(out.weight, config.num_heads, dims, dim=1)
-        into.attention_out = self._matrix(pack(self._to_residual(wide), out.bias))
+        into.attention_out = self._matrix(pack(self._to_residual(wide), out.bias, grouped=True))
         into.attention_post_norm = self._vector(layer.attention_post_norm)
         gate_up, into.mlp_norm = self._reader(layer.gate_up(), layer.mlp_norm, turn)
         gate_up = _padded_outputs(gate_up, 2, padded(config.inner_size))
