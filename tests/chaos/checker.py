@@ -20,6 +20,7 @@ class Allowed(NamedTuple):
 
     cut: bool = False
     codes: frozenset[str] = frozenset()  # of errors
+    later: bool = False  # those asked after it, too
 
 
 class Violation(NamedTuple):
@@ -94,8 +95,14 @@ def check(lines: Iterable[Line], calm: Calm, allowed: Allowed | None = None) -> 
     if allowed is not None and injected is None:
         found.append(Violation("not_injected", "", "the fault was never there"))
     for name, request in requests.items():
-        at_fault = injected is not None and request.under_way(injected.at)
-        grace = allowed if at_fault and allowed is not None else Allowed()
+        excused = (
+            allowed is not None
+            and injected is not None
+            and (
+                request.under_way(injected.at) or (allowed.later and request.asked.at > injected.at)
+            )
+        )
+        grace = allowed if excused and allowed is not None else Allowed()
         found += [Violation(rule, name, why) for rule, why in faults_of(request, calm, grace)]
     rest = next((line for line in reversed(lines) if isinstance(line, AtRest)), None)
     if rest is None:

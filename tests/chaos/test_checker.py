@@ -159,6 +159,10 @@ def test_what_is_allowed_is_so_for_requests_under_way_only(edit: Edit, rule: str
     allowed = Allowed(cut=True, codes=frozenset({"unavailable"}))
     verdict = judged(lambda lines: change(0, at=FAULT_AT + 0.1)(edit(lines)), allowed)
     assert [violation.rule for violation in verdict.violations] == [rule]
+    later = judged(
+        lambda lines: change(0, at=FAULT_AT + 0.1)(edit(lines)), allowed._replace(later=True)
+    )
+    assert later.violations == [], "unless that is said"
 
 
 def test_a_request_that_is_to_fail_may_do_so_in_its_own_way_only() -> None:
