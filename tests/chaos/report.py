@@ -1,6 +1,7 @@
 """What rounds add up to: one row per fault and target."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -124,5 +125,7 @@ def document(table: list[Row], seed: int, engine: str, minutes: float) -> str:
         minutes=f"{minutes:.0f}",
         requests=f"{requests:,}",
         rounds=sum(len(row.rounds) for row in table),
+        cpus=os.cpu_count(),
+        load=f"{os.getloadavg()[2]:.0f}",
         table=markdown(table),
     )
