@@ -165,8 +165,8 @@ class Campaign:
                 Injected(at=at, fault=experiment.fault, target=experiment.target, proof=proof)
             )
             await asyncio.sleep(experiment.hold_s)
-        except NotInjected as error:
-            history.add(Healed(fault=f"never there: {error}"))
+        except (NotInjected, TimeoutError) as error:  # the latter: the streams never got under way
+            history.add(Healed(fault=f"never there: {str(error) or 'no load'}"))
         finally:
             await fault.heal()
             history.add(Healed(fault=experiment.fault))
