@@ -15,7 +15,7 @@ DIFFERENT = ("different", "foreign", "skipped", "truncated", "finish", "usage", 
              "unrefused", "after_end", "stray")  # fmt: skip
 HEAD = (
     "fault", "target", "rounds", "requests", "lost", "duplicated", "different", "failed",
-    "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "",
+    "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "first", "",
 )  # fmt: skip
 
 
@@ -67,6 +67,7 @@ class Row(NamedTuple):
             shown(gaps, 0.5),
             shown(gaps, 0.99),
             f"{shown(gaps, 1.0)} ({len(gaps)})",
+            shown(sorted(first for verdict in self.verdicts for first in verdict.firsts_s), 1.0),
             self.word(),
         )
 

@@ -189,6 +189,15 @@ def test_a_wait_is_measured_from_the_delivery_before_the_fault_to_the_end_of_the
     assert judged(lambda _: change(2, at=4.4)(lines)).gaps_s == [1.0]
 
 
+def test_a_first_delivery_is_timed_for_streams_asked_after_the_fault() -> None:
+    """New work, when a leader has died."""
+    lines = right()
+    assert judged(lambda _: lines).firsts_s == []
+    later = change(1, at=3.75)(change(0, at=FAULT_AT)(lines))
+    assert judged(lambda _: later).firsts_s == [0.25]
+    assert judged(lambda _: change(0, way="whole", at=FAULT_AT)(lines)).firsts_s == []
+
+
 def test_a_calm_run_is_compared_with_itself() -> None:
     """Two requests of one ask that differ without any fault are a violation of the second."""
     calm = [line for line in right() if not isinstance(line, Injected)]

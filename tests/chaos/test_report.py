@@ -17,7 +17,7 @@ EXPERIMENT = Experiment("kill", "gpu_worker", lambda: Kill("gpu_worker"), gap_p9
 def one(*rules: str, gap_s: float = 0.1, slept_s: float = 0.0) -> Round:
     """A round of one finished request that broke `rules`."""
     violations = [Violation(rule, "r", "why") for rule in rules]
-    verdict = Verdict(1, Counter(finished=1), [gap_s], violations)
+    verdict = Verdict(1, Counter(finished=1), [gap_s], [0.2], violations)
     return Round(EXPERIMENT, 1, Path("history"), verdict, Counter(gap=2), 1.0, slept_s)
 
 
@@ -43,6 +43,7 @@ def test_a_violation_of_one_round_fails_the_row(rule: str, head: str) -> None:
     """However many good rounds there are beside it; it is counted in its column."""
     [row] = report.rows([one(), one(rule), one()])
     assert (cell(row, "rounds"), cell(row, "requests"), cell(row, head)) == ("3", "3", "1")
+    assert cell(row, "first") == "0.20"
     assert row.failed
     assert row.word() == "FAILED"
     assert report.violations(row.rounds[1])[0].startswith(f"  {rule}: r why")
