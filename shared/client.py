@@ -31,11 +31,12 @@ from shared.subjects import GENERATE, JOBS, REPLAY
 
 SILENCE_S = 10.0  # a live gateway says something (a probe, at least) every second
 REPAIR_S = 2.5  # after so much of it the rest is asked for again
+AGAIN_S = 1.0  # and again
 GAP_S = 0.1  # a gap is asked for so often at first: not once for each frame behind it
 GAP_MAX_S = 2.0
 ASKS_MAX = 8  # for one frame: ten seconds
-SUBMITS_MAX = 4
-SUBMIT_S = 3.0  # for a submission to be answered; then it is sent again, under the same key
+SUBMITS_MAX = 6
+SUBMIT_S = 2.0  # for a submission to be answered; then it is sent again, under the same key
 BUFFER_MAX = 8192  # frames a reader may lag behind
 
 GRACE_S = 1.0  # the gateway ends a request at its deadline and says so; wait for that word
@@ -227,14 +228,16 @@ class Frames:
                 raise Unavailable(f"The gateway was silent for {SILENCE_S:g} s.")
             silence_s = now - max(self._heard_at, self._asked_at)
             gap_s = now - self._asked_at if self._gap else 0.0
-            if self.request_id and (gap_s >= self._gap_wait_s or silence_s >= REPAIR_S):
+            # Whoever was asked may hang: it is not waited for as long as before the first question.
+            patience_s = AGAIN_S if self._asks else REPAIR_S
+            if self.request_id and (gap_s >= self._gap_wait_s or silence_s >= patience_s):
                 if self._asks == ASKS_MAX:
                     raise FramesLost(f"Frame {self.expected} is missing and does not come again.")
                 self._asked_at = now
                 self._asks += 1
                 self._gap_wait_s = min(self._gap_wait_s * 2, GAP_MAX_S)
                 return None
-            wait_s = min(self._gap_wait_s if self._gap else REPAIR_S, SILENCE_S)
+            wait_s = min(self._gap_wait_s if self._gap else patience_s, SILENCE_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait_s, self._deadline - now)):
                     await self._heard.wait()

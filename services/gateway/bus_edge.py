@@ -102,6 +102,11 @@ class BusEdge:
         for subscription in subscriptions:
             await subscription.unsubscribe()
 
+    async def idle(self) -> None:
+        """Return when every submission has been served."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def close(self) -> None:
         """Cancel what still runs."""
         for task in list(self._tasks):

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -46,13 +47,8 @@ from shared.ids import pack_ids, unpack_ids
 from shared.kv import tenant_salt
 from shared.messages import Detokenize, Detokenized, Generate, Tokenized
 
-
-def _check_response(body: bytes, caller: Caller, **_how: bool) -> Checked:
-    """As the others; only HTTP takes it, as JSON."""
-    return check_response(body, caller).checked
-
-
-CHECKS = {"chat": check_chat, "completions": check_completion, "responses": _check_response}
+CHECKS = {"chat": check_chat, "completions": check_completion, "responses": check_response}
+PROMPT_FIELD = {"chat": "messages", "completions": "prompt", "responses": "input"}
 RETRY_S = 1.0
 LARGE = 1 << 18  # bytes of a body; megabytes made for it take a second to decode
 
@@ -74,6 +70,13 @@ class Parts:
     flush: Callable[[], None]
     stats: Callable[[], dict[str, int]]
     connected: Callable[[], bool]
+
+
+class Reader(Protocol):
+    """Somebody who waits here for the events of a request."""
+
+    def fail(self, error: MeshError) -> None:
+        """Tell them `error` instead."""
 
 
 class Open:
@@ -100,7 +103,9 @@ class Open:
         return answer(self.checked, self.created, echoes)
 
     def emit(self, event: SessionEvent) -> None:
-        """Count the event and queue it for the reader."""
+        """Count the event and queue it for the reader; nothing follows the end."""
+        if self.ended:
+            return
         self._measure.take(event)
         self.feed.emit(event)
 
@@ -136,7 +141,7 @@ class Edge:
         self.started = int(time.time())
         self._instance = launch.instance
         self._secret = bytes.fromhex(launch.secret)
-        self._open: dict[str, Open] = {}
+        self._readers: set[Reader] = set()
         self._large_bytes = 0
         self._prompt_logprobs = 0  # of the open requests, in entries
         self._large = asyncio.Lock()
@@ -199,7 +204,7 @@ class Edge:
             if size > self.config.wire_bytes_max:
                 raise PayloadTooLarge(
                     f"The prompt takes {size} bytes, over {self.config.wire_bytes_max}.",
-                    param="messages" if checked.endpoint == "chat" else "prompt",
+                    param=PROMPT_FIELD[checked.endpoint],
                 )
         return checked
 
@@ -254,28 +259,23 @@ class Edge:
         """Open a session; use as a context manager. Raises `Unavailable` after the drain, and
         `Overloaded` while others hold what this one would need.
         """
-        if self._closed:
-            raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
         entries = prompt_entries(checked.spec)
         if self._prompt_logprobs + entries > self.config.prompt_logprobs_max:
             raise Overloaded(
                 "The open requests hold too many log probabilities of prompts.",
                 retry_after_s=RETRY_S,
             )
-        self._prompt_logprobs += entries
         request = Open(self, checked)
-        self._open[request.request_id] = request
-        self.idle.clear()
+        self._enter(request)
+        self._prompt_logprobs += entries
         self.parts.table.open(checked.spec, request.emit, self.parts.clock())
         self.parts.flush()
         return request
 
     def close(self, request: Open) -> None:
         """The reader is done with it, or gone."""
-        if self._open.pop(request.request_id, None) is not None:
-            self._prompt_logprobs -= prompt_entries(request.checked.spec)
-        if not self._open:
-            self.idle.set()
+        self._prompt_logprobs -= prompt_entries(request.checked.spec)
+        self._leave(request)
         if not request.ended:
             self.cancel(request.request_id, "client")
 
@@ -287,8 +287,30 @@ class Edge:
     def fail_all(self, error: MeshError) -> None:
         """Tell every reader that its request ends here, and take no other."""
         self._closed = True
-        for request in list(self._open.values()):
-            request.fail(error)
+        for reader in list(self._readers):
+            reader.fail(error)
+
+    @contextlib.contextmanager
+    def reading(self, reader: Reader) -> Iterator[None]:
+        """`reader` waits inside; raises `Unavailable` after the drain, `Overloaded`."""
+        if len(self._readers) >= self.config.sessions_max:
+            raise Overloaded("Too many answers are read here.", retry_after_s=RETRY_S)
+        self._enter(reader)
+        try:
+            yield
+        finally:
+            self._leave(reader)
+
+    def _enter(self, reader: Reader) -> None:
+        if self._closed:
+            raise Unavailable("This gateway is stopping.", retry_after_s=RETRY_S)
+        self._readers.add(reader)
+        self.idle.clear()
+
+    def _leave(self, reader: Reader) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            self.idle.set()
 
     # --- questions to a tokenizer ---
 

@@ -1,9 +1,14 @@
 """Events of one session on their way to one client: bounded, and merged for a slow reader."""
 
 import asyncio
+from collections.abc import Sequence
+from typing import TypeVar
 
 from services.gateway.events import Delta, Opening, SessionEnd, SessionEvent
+from services.gateway.stored.events import Shown
 from shared.errors import Overloaded
+
+E = TypeVar("E", Delta | SessionEnd, Shown)
 
 MERGE_AT = 256  # waiting events; a reader that keeps up never has more than a step's worth
 
@@ -69,16 +74,17 @@ class Feed:
             self._waiter.set_result(None)
 
 
-def merge(events: list[Delta | SessionEnd]) -> list[Delta | SessionEnd]:
-    """One delta per choice, then the end: the same text, ids and logprobs in the same order."""
+def merge(events: Sequence[E]) -> list[E]:
+    """One delta per choice, then the rest: the same text, ids and logprobs in the same order."""
     by_choice: dict[int, list[Delta]] = {}
-    ends: list[Delta | SessionEnd] = []
+    rest: list[E] = []
     for event in events:
         if isinstance(event, Delta):
             by_choice.setdefault(event.choice, []).append(event)
         else:
-            ends.append(event)
-    return [_joined(deltas) for deltas in by_choice.values()] + ends
+            rest.append(event)
+    merged: list[E] = [_joined(deltas) for deltas in by_choice.values()]
+    return merged + rest
 
 
 def _joined(deltas: list[Delta]) -> Delta:

@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable
 import aiohttp.http_parser
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from services.gateway.auth import bearer
 from services.gateway.edge import Edge, new_request_id
-from services.gateway.events import Delta, SessionEnd
+from services.gateway.openai.chunks import LAST_EVENT_ID
 from services.gateway.openai.errors import (
     BodyTimeout,
     MethodNotAllowed,
     PayloadTooLarge,
     UnknownModel,
-    error_body,
 )
 from services.gateway.openai.tokens import (
     check_detokenize,
@@ -25,7 +25,19 @@ from services.gateway.openai.tokens import (
     detokenize_body,
     tokenize_body,
 )
-from services.gateway.sse import Stream
+from services.gateway.replies import (
+    IDEMPOTENCY_KEY,
+    REQUEST_ID,
+    error_response,
+    idempotency_key,
+    json_response,
+    request_id,
+    stream,
+    tenant,
+    writer,
+)
+from services.gateway.sse import whole
+from services.gateway.stored_http import StoredHttp
 from shared import metrics
 from shared.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from shared.log import log
@@ -33,29 +45,10 @@ from shared.log import log
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 OPEN_PATHS = {"/health", "/ready", "/metrics"}
-REQUEST_ID = "X-Request-Id"
 TIMEOUT = "X-Request-Timeout-Ms"
 SEND_BUFFER = 256 << 10  # bytes the kernel holds for one slow reader; its own default is 4 MB
 LINGER_S = 2.0  # for the rest of a body that was refused
-_request_id = web.RequestKey("request_id", str)
-_tenant = web.RequestKey("tenant", str)
 _PRINTABLE = re.compile(r"[!-~]{1,128}")
-
-
-def json_response(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
-
-
-def error_response(error: MeshError) -> web.Response:
-    """`error` in OpenAI's shape, with `Retry-After` where coming back makes sense."""
-    response = json_response(error_body(error), error.status)
-    if error.status in (429, 503):
-        response.headers["Retry-After"] = str(max(1, round(error.retry_after_s or 1)))
-    if error.status == 401:
-        response.headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 408:
-        response.force_close()
-    return response
 
 
 class HttpEdge:
@@ -66,6 +59,7 @@ class HttpEdge:
         assert aiohttp.http_parser.HttpRequestParser is not aiohttp.http_parser.HttpRequestParserPy
         self._edge = edge
         self._config = edge.config
+        self._stored = StoredHttp(edge)
         self._runner = web.AppRunner(
             self._app(),
             handler_cancellation=True,  # a client that goes away cancels its request
@@ -105,6 +99,7 @@ class HttpEdge:
     async def close(self) -> None:
         """Close every connection."""
         await self._runner.cleanup()
+        await self._stored.close()
 
     def _app(self) -> web.Application:
         app = web.Application(
@@ -114,6 +109,8 @@ class HttpEdge:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/responses", self._responses),
+                *self._stored.routes(),
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{id:.+}", self._model),
                 web.post("/tokenize", self._tokenize),
@@ -132,7 +129,7 @@ class HttpEdge:
         """Name the request, and turn whatever is raised into an answer of OpenAI's shape."""
         self.requests += 1
         given = request.headers.get(REQUEST_ID, "")
-        request[_request_id] = given if _PRINTABLE.fullmatch(given) else new_request_id()
+        request[request_id] = given if _PRINTABLE.fullmatch(given) else new_request_id()
         try:
             response = await handler(request)
         except MeshError as error:
@@ -143,11 +140,11 @@ class HttpEdge:
             self._edge.meter.responded(499)
             raise
         except Exception as error:  # noqa: BLE001 our bug: say so in the log, not to the client
-            log.error("request_failed", request_id=request[_request_id], exc_info=error)
+            log.error("request_failed", request_id=request[request_id], exc_info=error)
             response = error_response(MeshError("The server had an error. It has been logged."))
         self._edge.meter.responded(response.status)
         if not response.prepared:
-            response.headers[REQUEST_ID] = request[_request_id]
+            response.headers[REQUEST_ID] = request[request_id]
         if self._edge.draining:  # the next request of this client finds another gateway
             response.force_close()
         return response
@@ -156,16 +153,22 @@ class HttpEdge:
     async def _auth(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every path but health and metrics needs a key, also those that do not exist."""
         if request.path not in OPEN_PATHS:
-            request[_tenant] = self._edge.keys.tenant(bearer(request.headers.get("Authorization")))
+            request[tenant] = self._edge.keys.tenant(bearer(request.headers.get("Authorization")))
         return await handler(request)
 
     # --- generation ---
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if LAST_EVENT_ID in request.headers:
+            await self._body(request)
+            return await self._stored.resume_chat(request)
         return await self._generate(request, "chat")
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._generate(request, "completions")
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, "responses")
 
     async def _generate(self, request: web.Request, endpoint: str) -> web.StreamResponse:
         arrived = self._edge.parts.clock()
@@ -176,24 +179,24 @@ class HttpEdge:
     async def _answer(
         self, request: web.Request, endpoint: str, body: bytes, arrived: float
     ) -> web.StreamResponse:
-        edge = self._edge
+        edge, key = self._edge, idempotency_key(request)
         spent_s = edge.parts.clock() - arrived
-        caller = edge.caller(request[_tenant], request.headers.get(TIMEOUT), spent_s)
+        caller = edge.caller(request[tenant], request.headers.get(TIMEOUT), spent_s)
+        if key is not None:
+            caller = replace(caller, request_id=edge.stored_id(caller.tenant, key))
         async with edge.turn(len(body)):
             checked = edge.check(endpoint, body, caller)
+        if checked.store:
+            return await self._stored.submit(request, checked, body, keyed=key is not None)
+        if key is not None:
+            raise InvalidRequest(f"'{IDEMPOTENCY_KEY}' needs 'store'.", param=IDEMPOTENCY_KEY)
         with edge.open(checked) as asked:
-            answer = asked.answer(await edge.echoes(checked))
-            if checked.stream:
-                headers = {REQUEST_ID: request[_request_id]}
-                return await Stream(request, headers, asked, answer, self._config).run()
-            while True:
-                for event in await asked.feed.take(self._config.ping_s):
-                    if isinstance(event, Delta):
-                        answer.add(event)
-                    elif isinstance(event, SessionEnd) and event.error is not None:
-                        raise event.error
-                    else:
-                        return json_response(answer.body(event))
+            writes = await writer(edge, checked, asked.created)
+            if not checked.stream:
+                return json_response(await whole(asked.feed, writes, self._config))
+            answer = stream(request, edge, asked.feed, writes)
+            await answer.begin()
+            return answer.response
 
     async def _body(self, request: web.Request) -> bytes:
         """The whole body, within bounds of size and time."""
@@ -242,7 +245,7 @@ class HttpEdge:
         body = await self._body(request)
         async with self._edge.turn(len(body)):
             asked = check_tokenize(body, self._edge.model)
-        ids = await self._edge.tokenize(asked, request[_tenant])
+        ids = await self._edge.tokenize(asked, request[tenant])
         return json_response(tokenize_body(ids, self._edge.parts.table.max_model_len))
 
     async def _detokenize(self, request: web.Request) -> web.Response:

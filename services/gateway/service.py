@@ -129,6 +129,7 @@ class Gateway(Actor):
                 seen, until = self.http.requests, self.clock() + KEPT_S
             await asyncio.sleep(LOOK_S)
             await self.edge.idle.wait()
+        await self.bus_edge.idle()
         await self.edge.idle.wait()
 
     async def last_words(self) -> None:

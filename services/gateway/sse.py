@@ -2,90 +2,127 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from aiohttp import web
 
 from services.gateway.config import GatewayConfig
-from services.gateway.edge import Open
 from services.gateway.events import Delta, SessionEnd
-from services.gateway.openai.answer import Answer
-from services.gateway.openai.errors import error_body
-from shared.errors import Overloaded
+from services.gateway.meters import Meter
+from services.gateway.stored.events import Shown
+from shared.errors import MeshError, Overloaded
 
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-transform",
     "X-Accel-Buffering": "no",  # nginx would collect the stream
 }
-DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 
+class Source(Protocol):
+    """The events of one request, for one reader; nothing follows a `SessionEnd`."""
+
+    async def take(self, timeout_s: float) -> Sequence[Shown]:
+        """What has happened since; [] when nothing did for `timeout_s`. Raises `MeshError`."""
+
+
+class Writer(Protocol):
+    """How one endpoint writes an answer."""
+
+    def write(self, event: Shown) -> list[bytes]:
+        """What a stream sends for `event`, in order."""
+
+    def broken(self, error: MeshError) -> bytes:
+        """What it sends when it ends before its request."""
+
+    def body(self, events: list[Shown]) -> bytes:
+        """The whole answer."""
+
+
+async def whole(source: Source, writer: Writer, config: GatewayConfig) -> bytes:
+    """The answer once it has ended; raises the session's `MeshError`."""
+    events: list[Shown] = []
+    while not (events and isinstance(events[-1], SessionEnd)):
+        events += await source.take(config.ping_s)
+    end = events[-1]
+    if isinstance(end, SessionEnd) and end.error is not None:
+        raise end.error
+    return writer.body(events)
+
+
 class Stream:
-    """One answer on its way. Nothing is sent before the first id, so that what fails until then
-    is a real HTTP error; a first id that takes longer than `patience_s` gives that up.
-    """
+    """One answer on its way to one client."""
 
     def __init__(
         self,
         request: web.Request,
-        headers: dict[str, str],
-        asked: Open,
-        answer: Answer,
+        response: web.StreamResponse,
+        source: Source,
+        writer: Writer,
         config: GatewayConfig,
+        meter: Meter,
     ) -> None:
         self._request = request
-        self._response = web.StreamResponse(headers={**HEADERS, **headers})
-        self._open = asked
-        self._answer = answer
+        self.response = response
+        self._source = source
+        self._writer = writer
         self._config = config
+        self._meter = meter
+        self._skip = 0  # events that the client has already
 
-    async def run(self) -> web.StreamResponse:
-        """Stream to the end. Raises the session's `MeshError` while that can still be a status,
-        `ConnectionError` when the client is gone or too slow.
+    async def begin(self) -> None:
+        """Run from the first id on, so that what fails until then is a real HTTP error; a first id
+        that takes longer than `patience_s` gives that up. Raises as `run`, and `MeshError`.
         """
-        events = await self._open.feed.take(self._config.patience_s)
-        first = events[0] if events else None
-        if isinstance(first, SessionEnd) and first.error is not None:
-            raise first.error
-        await self._prepare()
+        events: list[Shown] = []
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._config.patience_s
+        while not any(isinstance(event, Delta) for event in events) and loop.time() < until:
+            events += await self._source.take(until - loop.time())
+            last = events[-1] if events else None
+            if isinstance(last, SessionEnd):
+                if last.error is not None and not any(isinstance(e, Delta) for e in events):
+                    raise last.error
+                break
+        await self._run(events)
+
+    async def resume(self, skip: int) -> None:
+        """Run from the beginning, without the first `skip` events. Raises as `run`."""
+        self._skip = skip
+        await self._run(await self._source.take(self._config.patience_s))
+
+    async def _run(self, events: Sequence[Shown]) -> None:
+        """Stream to the end; raises `ConnectionError` when the client is gone or too slow."""
+        with self._write_limit():
+            await self.response.prepare(self._request)
         while True:
-            data, ended = self.render(events)
-            await self._write(data)
-            if ended:
-                return self._response
+            await self._write(self.render(events))
+            if events and isinstance(events[-1], SessionEnd):
+                return
             try:
-                events = await self._open.feed.take(self._config.ping_s)
+                events = await self._source.take(self._config.ping_s)
             except Overloaded as error:
                 self._abort("overflow")
                 raise ConnectionResetError(error.detail) from error
+            except MeshError as error:
+                await self._write(self._writer.broken(error))
+                return
 
-    def render(self, events: list[Delta | SessionEnd]) -> tuple[bytes, bool]:
-        """What the client is told of `events`, in one piece, and whether that is all."""
+    def render(self, events: Sequence[Shown]) -> bytes:
+        """What the client is told of `events`, in one piece."""
         if not events:
-            return PING, False
-        parts: list[bytes] = []
-        for event in events:
-            if isinstance(event, Delta):
-                parts += [b"data: %b\n\n" % chunk for chunk in self._answer.chunks(event)]
-                continue
-            if event.error is not None:
-                parts.append(b"data: %b\n\n" % error_body(event.error))
-            elif self._open.checked.include_usage:
-                parts.append(b"data: %b\n\n" % self._answer.usage_chunk(event))
-            parts.append(DONE)
-            return b"".join(parts), True
-        return b"".join(parts), False
-
-    async def _prepare(self) -> None:
-        with self._write_limit():
-            await self._response.prepare(self._request)
+            return PING
+        frames = [frame for event in events for frame in self._writer.write(event)]
+        skipped = min(self._skip, len(frames))
+        self._skip -= skipped
+        return b"".join(frames[skipped:])
 
     async def _write(self, data: bytes) -> None:
         if data:
             with self._write_limit():
-                await self._response.write(data)
+                await self.response.write(data)
 
     @contextlib.contextmanager
     def _write_limit(self) -> Iterator[None]:
@@ -102,6 +139,6 @@ class Stream:
 
         A write that waits raises `ConnectionError`, and the handler is cancelled.
         """
-        self._open.meter.cut(why)
+        self._meter.cut(why)
         if self._request.transport is not None:
             self._request.transport.abort()

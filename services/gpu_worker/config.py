@@ -20,6 +20,8 @@ class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     output_tokens_max: Natural = 256  # 0 = never end by themselves
     nan_id: int | None = None  # a prompt with this id yields NaN logits
     crash_id: int | None = None  # a prompt with this id kills the engine process
+    raise_id: int | None = None  # a prompt with this id makes the step raise
+    oom_id: int | None = None  # a prompt with this id finds no memory
 
     def __post_init__(self) -> None:
         if self.output_tokens_max and not 1 <= self.output_tokens_min <= self.output_tokens_max:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from services.gpu_worker.runner import ModelRunner, Outcome, Scheduled
 from shared.log import log
 
-_BROKEN_STEPS_MAX = 3  # steps in a row in which every row raises: it is the model, not a request
+_BROKEN_BY_MAX = 3  # prompts with which every row of a step raised, and no row was well between
 
 Announce = Callable[[str, int], None]
 """Told the name of a phase and its bound in ms."""
@@ -26,7 +26,7 @@ class Execution:
     def __init__(self, runner: ModelRunner, counters: Counter[str]) -> None:
         self._runner = runner
         self._counters = counters
-        self._broken_steps = 0
+        self._broken_by: set[tuple[int, ...]] = set()
 
     def run(self, batch: list[Scheduled], announce: Announce) -> list[Outcome]:
         """Compute `batch`, saying before each long phase what it is and how long it may last.
@@ -41,16 +41,19 @@ class Execution:
         except Exception as error:  # noqa: BLE001 whatever a model raises is the fault of some row
             log.error("step_raised", rows=len(batch), exc_info=error)
         else:
-            self._broken_steps = 0
+            self._broken_by.clear()
             return outcomes
         # Not in the `except`: its traceback would hold the tensors for which memory ran out.
         self._counters["steps_isolated"] += 1
         announce("isolate", bound_ms * (1 + len(batch)))
         outcomes = [self._alone(row) for row in batch]
-        all_failed = all(outcome.fault for outcome in outcomes)
-        self._broken_steps = self._broken_steps + 1 if all_failed else 0
-        if self._broken_steps >= _BROKEN_STEPS_MAX:
-            raise EngineBroken(f"every row raised in each of {self._broken_steps} steps")
+        if all(outcome.fault for outcome in outcomes):
+            # Once per prompt: a request that raises comes again when it is driven again.
+            self._broken_by.add(tuple(batch[0].sequence.prompt_ids))
+        else:
+            self._broken_by.clear()
+        if len(self._broken_by) >= _BROKEN_BY_MAX:
+            raise EngineBroken(f"every row raised, with {len(self._broken_by)} prompts in a row")
         return outcomes
 
     def _alone(self, row: Scheduled) -> Outcome:

@@ -27,9 +27,8 @@ class Sequence:
     sampling: SamplingParams
     salt: bytes = b""
     output_ids: list[int] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(
-        default_factory=list
-    )  # of full blocks, extended as ids come
+    # Of full blocks, extended as ids come.
+    block_hashes: list[BlockHash] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix found in L1 when first scheduled

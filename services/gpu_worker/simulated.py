@@ -41,6 +41,13 @@ class SimulatedRunner:
         self._end_ids = list(end_ids)
         self._words = words or range(vocab_size or config.vocab_size)
         self._sleep = sleep
+        poisons = {
+            config.crash_id: "crash",
+            config.raise_id: "raise",
+            config.oom_id: "oom",
+            config.nan_id: "nan",
+        }
+        self._poisons = {id_: kind for id_, kind in poisons.items() if id_ is not None}
         self._digests = [_UNWRITTEN] * (config.num_blocks * BLOCK_SIZE)
         self.spec = ModelSpec(
             name="simulated",
@@ -87,16 +94,29 @@ class SimulatedRunner:
         return Score(self._token_logprobs(sequence.prompt_ids[position], digest, count), rank)
 
     def _sample(self, sequence: Sequence, digest: int) -> Outcome:
-        config, sampling = self._config, sequence.sampling
-        if config.crash_id is not None and config.crash_id in sequence.prompt_ids:
-            os._exit(70)
-        if config.nan_id is not None and config.nan_id in sequence.prompt_ids:
-            return Outcome(fault="nan_logits")
+        sampling = sequence.sampling
+        if not sequence.output_ids:
+            match self._poison_of(sequence):
+                case "crash":
+                    os._exit(70)
+                case "raise":
+                    raise RuntimeError("the simulated model was told to raise")
+                case "oom":
+                    raise MemoryError
+                case "nan":
+                    return Outcome(fault="nan_logits")
         if self._ends_here(sequence):
             return Outcome(self._end_ids[0], self._logprobs(self._end_ids[0], digest, sequence))
         draw = digest if sampling.temperature == 0 else _mix(digest, sampling.seed)
         token_id = self._words[draw % len(self._words)]
         return Outcome(token_id, self._logprobs(token_id, draw, sequence))
+
+    def _poison_of(self, sequence: Sequence) -> str:
+        """What the prompt does to the engine; "" for nothing."""
+        found = (
+            kind for token_id, kind in self._poisons.items() if token_id in sequence.prompt_ids
+        )
+        return next(found, "")
 
     def _ends_here(self, sequence: Sequence) -> bool:
         config, sampling = self._config, sequence.sampling

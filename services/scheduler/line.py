@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from services.scheduler.config import SchedulerConfig
 from services.scheduler.entries import Entry
 from services.scheduler.fairness import FairQueue
@@ -49,16 +51,16 @@ class Line:
             return
         steps = self._config.prefill_steps
         first = self._queue.first(now)
-        if first is None or not first.redrive:  # those that a poisonous leg stopped go before it
+        if first is None or not first.redrive or self._spare():
             self._place_apart(now)
         workers = list(self._peers.workers.values())
-        kept_free = self._kept_free()
+        kept_free, spare = self._kept_free(), self._spare()
         for _ in range(self._config.runs_per_turn):
             first = self._queue.first(now)
             detokenizer = choose_detokenizer(self._peers.detokenizers.values())
             if first is None or detokenizer is None:
                 return
-            free = [w for w in workers if w is not kept_free or first.redrive]
+            free = [w for w in workers if w is not kept_free or (first.redrive and not spare)]
             worker = choose_worker(free, first.need, steps)
             if worker is not None:
                 self._queue.charge(first)
@@ -70,16 +72,20 @@ class Line:
                 return
 
     def _place_apart(self, now: float) -> None:
+        """Suspects in the order of their innocence: who got most ids before has run longest."""
         steps = self._config.prefill_steps
-        for entry in list(self._apart.values()):
-            alone = entry.submit.alone
-            worker = choose_worker(self._peers.workers.values(), entry.need, steps, alone=alone)
+        for entry in sorted(self._apart.values(), key=lambda e: -len(e.submit.output_ids)):
+            alone, kept_free = entry.submit.alone, self._kept_free()
+            workers = [kept_free] if alone and kept_free else self._peers.workers.values()
+            worker = choose_worker(workers, entry.need, steps, alone=alone)
             detokenizer = choose_detokenizer(self._peers.detokenizers.values())
             if worker is None or detokenizer is None:
                 continue
             del self._apart[entry.key]
             if alone:
                 worker.isolate(entry.key, now)
+                if worker.num_legs:  # those that were on trial before: it waits for none of them
+                    entry.submit = replace(entry.submit, alone=False)
             self._run(entry, worker, detokenizer, now)
 
     def _too_long(self, entry: Entry) -> bool:
@@ -88,13 +94,20 @@ class Line:
         return bool(here) and entry.need.tokens_max > max(beat.max_model_len for beat in here)
 
     def _kept_free(self) -> Peer | None:
-        """The worker that takes no new legs until it is empty, for a leg that must run alone.
-        Re-drives it does take: their clients are in mid-sentence.
+        """The worker that takes no new legs until it is empty, for suspects: one after the other,
+        legs whose workers died. Re-drives it does take until then, and while it is the only one:
+        their clients are in mid-sentence.
         """
         ready = [worker for worker in self._peers.workers.values() if worker.placeable]
         if not ready or not any(entry.submit.alone for entry in self._apart.values()):
             return None
-        return min(ready, key=lambda worker: (worker.num_legs, worker.instance))
+        return min(ready, key=lambda w: (not w.quarantine, w.num_legs, w.instance))
+
+    def _spare(self) -> bool:
+        """Whether suspects have a worker to themselves, and the others another one."""
+        kept = self._kept_free()
+        others = [w for w in self._peers.workers.values() if w.placeable and w is not kept]
+        return kept is not None and bool(others) and (kept.quarantine or not kept.num_legs)
 
     def _run_again(self, entry: Entry, preferred: str, now: float) -> bool:
         """Back to its last worker, past the queue and without credit: it may still be running

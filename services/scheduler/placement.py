@@ -41,14 +41,17 @@ def need_of(submit: Submit) -> Need:
 def choose_worker(
     workers: Iterable[Peer], need: Need, prefill_steps: float, *, alone: bool = False
 ) -> Peer | None:
-    """The cheapest worker with room; for a leg that runs alone, an empty one."""
+    """The cheapest worker with room; for a suspect, one that is empty or has had only suspects."""
     fitting = [
         worker
         for worker in workers
         if worker.placeable
         and worker.alone is None
         and need.tokens_max <= worker.beat.max_model_len
-        and (not worker.num_legs or (not alone and _has_room(worker, need, prefill_steps)))
+        and (
+            not worker.num_legs
+            or ((worker.quarantine or not alone) and _has_room(worker, need, prefill_steps))
+        )
     ]
     return min(fitting, key=lambda worker: (_cost(worker, need), worker.instance), default=None)
 

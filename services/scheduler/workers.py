@@ -33,7 +33,8 @@ class Peer:
     sent_tokens: int = 0
     sent_blocks: int = 0
     ended: int = 0  # legs that ended since the last beat
-    alone: Key | None = None  # runs this leg and nothing else
+    quarantine: bool = False  # all legs here were suspects: their workers had died
+    alone: Key | None = None  # the suspect that is on trial: nothing else is sent here
     alone_at: float = 0.0
     alone_step: int = 0
 
@@ -68,17 +69,25 @@ class Peer:
             self._shown(next(iter(self.sent)))
         if self.hung and (stepped or not overdue(beat)):
             self.hung = False
-        survived = beat.phase == "decode" and beat.step > self.alone_step  # it has a new id
+        if self.alone in self.sent:
+            self.alone_step = beat.step  # it was not in this step
+        # Nobody waits for a first id, so the suspect has one.
+        decodes = beat.phase == "decode" and not beat.prefill_tokens_waiting
+        survived = self.alone not in self.sent and decodes and beat.step > self.alone_step
         if survived or (not self.num_legs and now - self.alone_at > 1.0):
             self.alone = None
 
     def isolate(self, key: Key, now: float) -> None:
-        """Give the worker to a leg whose workers died, until it has outlived that."""
+        """Give the worker to a leg whose workers died, until it has outlived that. Those that were
+        on trial here before may stay: they are the only ones that the next suspect can hurt.
+        """
+        self.quarantine = True
         self.alone, self.alone_at, self.alone_step = key, now, self.beat.step
 
     def send(self, sent: Sent) -> None:
         """A leg is on its way there."""
         self._shown(sent.key)
+        self.quarantine = self.quarantine and sent.key == self.alone
         self.sent[sent.key] = sent
         self.sent_tokens += sent.tokens
         self.sent_blocks += sent.blocks

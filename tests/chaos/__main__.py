@@ -18,6 +18,7 @@ from tests.chaos.site import REAL, SIMULATED, Site
 from tests.chaos.table import Experiment, table
 
 DOCUMENT = Path("docs/chaos.md")
+TRIES_MAX = 3  # of a round, when this process slept
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -68,14 +69,23 @@ async def run(args: argparse.Namespace, chosen: list[Experiment], seed: int) -> 
             for experiment, number in todo:
                 if time.monotonic() > ends_at:
                     return done
-                one = await campaign.round(experiment, number)
+                one = await counted(campaign, experiment, number)
                 done.append(one)
-                tell(one)
                 if unhealthy(one.verdict):
                     print("a fresh cluster follows", flush=True)
                     break
             else:
                 return done
+
+
+async def counted(campaign: Campaign, experiment: Experiment, number: int) -> Round:
+    """A round through which this process was awake; the last one, if it never was."""
+    for _ in range(TRIES_MAX):
+        one = await campaign.round(experiment, number)
+        tell(one)
+        if one.counts:
+            break
+    return one
 
 
 def tell(one: Round) -> None:
@@ -87,6 +97,7 @@ def tell(one: Round) -> None:
     print(
         f"{one.experiment.name} {one.number}: {ends}; re-drives: {causes}; {gap};"
         f" {one.seconds:.0f} s",
+        *([] if one.counts else [f"  not counted: this process slept {one.slept_s:.1f} s"]),
         *report.violations(one),
         sep="\n",
         flush=True,

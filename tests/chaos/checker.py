@@ -20,6 +20,7 @@ class Allowed(NamedTuple):
 
     cut: bool = False
     codes: frozenset[str] = frozenset()  # of errors
+    later: bool = False  # those asked after it, too
 
 
 class Violation(NamedTuple):
@@ -79,6 +80,7 @@ class Verdict:
     requests: int
     ends: Counter[str]
     gaps_s: list[float]  # of each stream under way at the fault: its longest wait from then on
+    firsts_s: list[float]  # of each stream asked after the fault: from there to its first delivery
     violations: list[Violation]
 
     def count(self, *rules: str) -> int:
@@ -94,8 +96,14 @@ def check(lines: Iterable[Line], calm: Calm, allowed: Allowed | None = None) -> 
     if allowed is not None and injected is None:
         found.append(Violation("not_injected", "", "the fault was never there"))
     for name, request in requests.items():
-        at_fault = injected is not None and request.under_way(injected.at)
-        grace = allowed if at_fault and allowed is not None else Allowed()
+        excused = (
+            allowed is not None
+            and injected is not None
+            and (
+                request.under_way(injected.at) or (allowed.later and request.asked.at > injected.at)
+            )
+        )
+        grace = allowed if excused and allowed is not None else Allowed()
         found += [Violation(rule, name, why) for rule, why in faults_of(request, calm, grace)]
     rest = next((line for line in reversed(lines) if isinstance(line, AtRest)), None)
     if rest is None:
@@ -106,6 +114,7 @@ def check(lines: Iterable[Line], calm: Calm, allowed: Allowed | None = None) -> 
         requests=len(requests),
         ends=Counter(request.how or "lost" for request in requests.values()),
         gaps_s=[] if injected is None else gaps(requests.values(), injected.at),
+        firsts_s=[] if injected is None else firsts(requests.values(), injected.at),
         violations=found,
     )
 
@@ -246,3 +255,12 @@ def gaps(requests: Iterable[Request], at: float) -> list[float]:
             continue
         longest.append(max(b - a for a, b in itertools.pairwise(times) if b > at))
     return longest
+
+
+def firsts(requests: Iterable[Request], at: float) -> list[float]:
+    """For each stream asked after `at`: how long its first delivery took."""
+    return [
+        request.told_at[0] - request.asked.at
+        for request in requests
+        if request.asked.at >= at and request.asked.way != "whole" and request.told_at
+    ]

@@ -10,6 +10,9 @@ from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import POISON
 from tests.chaos.workload import poison
 
+FAULTS = {"nan": "nan_logits", "raise": "raised", "oom": "out_of_memory"}
+"""What the engine counts of each kind that it survives."""
+
 DEATHS_MAX = 3  # that one poison request may cost
 LEAVERS = 8
 LEAVE_S = 10.0  # for the gateways to notice
@@ -24,18 +27,22 @@ class Poison:
         self._kind = kind
 
     async def inject(self, field: Field) -> str:
-        deaths = await _restarts(field)
-        faults = (await field.site.counters("gpu_worker"))["engine_legs_failed"]
+        deaths, faults = await _restarts(field), await self._faults(field)
         await field.clients.ask(poison(self._kind, POISON[self._kind]))
         deaths = await _restarts(field) - deaths
         if self._kind == "crash":
             if not 1 <= deaths <= DEATHS_MAX:
                 raise NotInjected(f"{deaths} workers died, not 1 to {DEATHS_MAX}")
             return f"{deaths} workers died"
-        faults = (await field.site.counters("gpu_worker"))["engine_legs_failed"] - faults
+        faults = await self._faults(field) - faults
         if deaths or faults < 1:
-            raise NotInjected(f"{deaths} workers died, {faults} legs failed, not none and one")
-        return f"{faults} legs failed, no worker died"
+            raise NotInjected(f"{deaths} workers died and {faults} legs failed of it")
+        return f"{faults} legs failed of it, no worker died"
+
+    async def _faults(self, field: Field) -> int:
+        """How often the workers that live have counted it."""
+        counters = await field.site.counters("gpu_worker")
+        return counters[f"engine_fault_{FAULTS.get(self._kind, '')}"]
 
     async def heal(self) -> None:
         """The request has ended."""

@@ -1,6 +1,7 @@
 """What rounds add up to: one row per fault and target."""
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ DIFFERENT = ("different", "foreign", "skipped", "truncated", "finish", "usage", 
              "unrefused", "after_end", "stray")  # fmt: skip
 HEAD = (
     "fault", "target", "rounds", "requests", "lost", "duplicated", "different", "failed",
-    "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "",
+    "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "first", "",
 )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ class Row(NamedTuple):
             shown(gaps, 0.5),
             shown(gaps, 0.99),
             f"{shown(gaps, 1.0)} ({len(gaps)})",
+            shown(sorted(first for verdict in self.verdicts for first in verdict.firsts_s), 1.0),
             self.word(),
         )
 
@@ -124,5 +126,7 @@ def document(table: list[Row], seed: int, engine: str, minutes: float) -> str:
         minutes=f"{minutes:.0f}",
         requests=f"{requests:,}",
         rounds=sum(len(row.rounds) for row in table),
+        cpus=os.cpu_count(),
+        load=f"{os.getloadavg()[2]:.0f}",
         table=markdown(table),
     )

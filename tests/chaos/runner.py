@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from tests.chaos.checker import Calm, Verdict, answers, check
@@ -20,6 +21,7 @@ LOOKUPS = 32  # at once in the calm; more than kv_tier has connections
 BEGIN_S = 30.0  # for all streams to have got something
 SPREAD_S = 0.8  # where in the streams the fault comes
 REST_S = 30.0
+SLEPT_S = 0.5  # half of the silence after which the mesh takes somebody for lost
 
 
 class Load(NamedTuple):
@@ -42,6 +44,42 @@ class Round(NamedTuple):
     verdict: Verdict
     redrives: Counter[str]  # by cause
     seconds: float
+    slept_s: float  # the longest that our own loop, and so both proxies, stood still
+
+    @property
+    def counts(self) -> bool:
+        """A watcher that slept knows nothing but what is wrong whoever slept: a wrong answer."""
+        wrong = len(self.verdict.violations) - self.verdict.count("silent", "leaked", "failed")
+        return self.slept_s < SLEPT_S or wrong > 0
+
+
+class Watch:
+    """How late this process's own loop is: at worst, since it was entered."""
+
+    TICK_S = 0.02
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    async def _watch(self) -> None:
+        while True:
+            due = time.monotonic() + self.TICK_S
+            await asyncio.sleep(self.TICK_S)
+            self.slept_s = max(self.slept_s, time.monotonic() - due)
+
+    def __enter__(self) -> "Watch":
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
 
 
 class Campaign:
@@ -84,7 +122,7 @@ class Campaign:
         path = self._folder / f"{experiment.name}-{number}.jsonl".replace(" ", "_")
         path.unlink(missing_ok=True)
         before = await self.site.counters("gateway")
-        with History(path) as history:
+        with History(path) as history, Watch() as watch:
             clients = await self._clients(history)
             try:
                 await self._under_load(
@@ -104,7 +142,8 @@ class Campaign:
         )
         if not verdict.violations and not self._keep:
             path.unlink()
-        return Round(experiment, number, path, verdict, redrives, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return Round(experiment, number, path, verdict, redrives, seconds, watch.slept_s)
 
     async def _under_load(self, experiment: Experiment, field: Field, history: History) -> None:
         over = asyncio.Event()
@@ -126,8 +165,8 @@ class Campaign:
                 Injected(at=at, fault=experiment.fault, target=experiment.target, proof=proof)
             )
             await asyncio.sleep(experiment.hold_s)
-        except NotInjected as error:
-            history.add(Healed(fault=f"never there: {error}"))
+        except (NotInjected, TimeoutError) as error:  # the latter: the streams never got under way
+            history.add(Healed(fault=f"never there: {str(error) or 'no load'}"))
         finally:
             await fault.heal()
             history.add(Healed(fault=experiment.fault))

@@ -25,7 +25,7 @@ TWO_OF_EACH = tuple(
 )
 # A child that dies ten times within a minute is what this is about, not a reason to give it up.
 RESTART = ("cluster.restart.limit=1000", "cluster.restart.window_s=2")
-POISON = {"crash": 11, "nan": 12}
+POISON = {"crash": 11, "nan": 12, "raise": 13, "oom": 14}
 """Ids that the tokenizer never makes of text (unused special tokens): a prompt with one of them
 does to the simulated engine what its name says."""
 SIMULATED = (

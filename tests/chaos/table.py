@@ -18,6 +18,10 @@ MAIN_ROUNDS = 10  # of 16 streams: 160 waits
 GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable"}))
 """A plain stream ends with the connection to its gateway; on the bus, silence says so."""
 
+TYPED = Allowed(codes=frozenset({"unavailable", "internal_error", "overloaded"}), later=True)
+"""More than one process is gone: an error is allowed if it says so, to those who ask then, too.
+Silence and wrong text never are."""
+
 
 class Experiment(NamedTuple):
     """One row."""
@@ -52,10 +56,10 @@ def kills() -> list[Experiment]:
         Experiment("kill", "kv_tier", lambda: Kill("kv_tier"), gap_p99_s=0.5),
         Experiment("kill", "redis", lambda: Kill("redis"), gap_p99_s=0.5, lookups=True),
         Experiment("kill", "gateway", lambda: Kill("gateway"), allowed=GATEWAY_GONE),
-        Experiment("kill all", "gpu_worker", lambda: Kill("gpu_worker", everyone=True)),
-        Experiment("kill all", "detokenizer", lambda: Kill("detokenizer", everyone=True)),
-        Experiment("kill all", "scheduler", lambda: Kill("scheduler", everyone=True)),
-        Experiment("kill all", "tokenizer", lambda: Kill("tokenizer", everyone=True)),
+        *(
+            Experiment("kill all", role, partial(Kill, role, everyone=True), allowed=TYPED)
+            for role in ("gpu_worker", "detokenizer", "scheduler", "tokenizer")
+        ),
     ]  # fmt: skip
 
 
@@ -133,22 +137,23 @@ def clients() -> list[Experiment]:
     return [
         Experiment("poison: crash", "engine", lambda: Poison("crash"), rounds=3),
         Experiment("poison: NaN", "engine", lambda: Poison("nan")),
+        Experiment("poison: exception", "engine", lambda: Poison("raise")),
+        Experiment("poison: out of memory", "engine", lambda: Poison("oom")),
         Experiment("leave", "8 clients", Leave),
         Experiment("stall", "a client", Stall),
     ]
 
 
 def pairs() -> list[Experiment]:
-    """Two faults: an error is allowed if it is typed; silence and wrong text never are."""
-    typed = Allowed(codes=frozenset({"unavailable", "internal_error", "overloaded"}))
+    """Two faults at once."""
     two = "gpu_worker + "
     return [
         Experiment("kill", two + "scheduler.leader",
-                   lambda: Both(Kill("gpu_worker"), Kill("scheduler.leader")), allowed=typed),
+                   lambda: Both(Kill("gpu_worker"), Kill("scheduler.leader")), allowed=TYPED),
         Experiment("kill", two + "gpu_worker, in its re-drive",
-                   lambda: Both(Kill("gpu_worker"), Kill("gpu_worker"), 0.03), allowed=typed),
+                   lambda: Both(Kill("gpu_worker"), Kill("gpu_worker"), 0.03), allowed=TYPED),
         Experiment("pause + kill", two + "nats",
-                   lambda: Both(Pause("gpu_worker"), Kill("nats"), 0.2), 4.0, allowed=typed),
+                   lambda: Both(Pause("gpu_worker"), Kill("nats"), 0.2), 4.0, allowed=TYPED),
     ]  # fmt: skip
 
 

@@ -159,6 +159,10 @@ def test_what_is_allowed_is_so_for_requests_under_way_only(edit: Edit, rule: str
     allowed = Allowed(cut=True, codes=frozenset({"unavailable"}))
     verdict = judged(lambda lines: change(0, at=FAULT_AT + 0.1)(edit(lines)), allowed)
     assert [violation.rule for violation in verdict.violations] == [rule]
+    later = judged(
+        lambda lines: change(0, at=FAULT_AT + 0.1)(edit(lines)), allowed._replace(later=True)
+    )
+    assert later.violations == [], "unless that is said"
 
 
 def test_a_request_that_is_to_fail_may_do_so_in_its_own_way_only() -> None:
@@ -183,6 +187,15 @@ def test_a_wait_is_measured_from_the_delivery_before_the_fault_to_the_end_of_the
     assert judged(lambda _: change(1, at=3.6)(lines)).gaps_s == []
     assert judged(lambda _: change(2, at=5.5)(lines)).gaps_s == []
     assert judged(lambda _: change(2, at=4.4)(lines)).gaps_s == [1.0]
+
+
+def test_a_first_delivery_is_timed_for_streams_asked_after_the_fault() -> None:
+    """New work, when a leader has died."""
+    lines = right()
+    assert judged(lambda _: lines).firsts_s == []
+    later = change(1, at=3.75)(change(0, at=FAULT_AT)(lines))
+    assert judged(lambda _: later).firsts_s == [0.25]
+    assert judged(lambda _: change(0, way="whole", at=FAULT_AT)(lines)).firsts_s == []
 
 
 def test_a_calm_run_is_compared_with_itself() -> None:

@@ -119,7 +119,9 @@ SHAPES: tuple[Callable[[random.Random, str], Ask], ...] = (
 def poison(kind: str, token_id: int) -> Ask:
     """A prompt that does `kind` to the simulated engine; it alone is to fail."""
     body = {"prompt": [100, token_id, 200], "max_tokens": 8, "temperature": 0}
-    return Ask(f"poison-{kind}", "stream", "completions", body, may_fail=("internal_error",))
+    return Ask(
+        f"poison-{kind}", "stream", "completions", body, may_fail=("internal_error", "unavailable")
+    )
 
 
 def sampling(rng: random.Random, temperature: float = 0.0) -> dict[str, Any]:

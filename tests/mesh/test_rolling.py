@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import openai
 import psutil
@@ -12,10 +13,19 @@ import pytest
 from tests.mesh.cluster import Mesh
 from tests.mesh.test_failover import answer
 
-LENGTHS = [300, 3, 70, 20, 150]  # ids; at 20 ms a step the longest outlasts the drain of a worker
+STEP_MS = 50  # slow enough for the clients, all in one process, to be in mid-stream all the while
+LENGTHS = [150, 3, 40, 15, 80]  # ids; the longest outlasts the drain of a worker
 CLIENTS = 16
 
 pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def slow_mesh(tmp_path: Path) -> Iterator[Mesh]:
+    """Two simulated workers that take their time."""
+    slow = f"gpu_worker.sim.step_ms={STEP_MS}"
+    with Mesh(tmp_path / "run", "--engine", "sim", "gpu_worker.replicas=2", slow) as running:
+        yield running
 
 
 class Load:
@@ -73,52 +83,52 @@ def pids(mesh: Mesh) -> set[int]:
 
 
 async def test_a_rolling_restart_replaces_every_process_and_no_client_notices(
-    sim_mesh: Mesh,
+    slow_mesh: Mesh,
 ) -> None:
     """Under 16 streams of many lengths: none fails, none differs; roles of one process and of two;
     NATS and Redis stay.
     """
-    before = pids(sim_mesh), [p["pid"] for p in sim_mesh.processes()[:2]]
-    async with sim_mesh.client() as client:
-        load = Load(sim_mesh, client)
+    before = pids(slow_mesh), [p["pid"] for p in slow_mesh.processes()[:2]]
+    async with slow_mesh.client() as client:
+        load = Load(slow_mesh, client)
         async with load.running():
-            rolled = await asyncio.to_thread(sim_mesh.shoal, "rolling")
+            rolled = await asyncio.to_thread(slow_mesh.shoal, "rolling")
             assert rolled.returncode == 0, rolled.stdout + rolled.stderr
 
     assert len(before[0]) == 10  # each of the two workers has an engine
-    assert before[0] & pids(sim_mesh) == set()
-    assert [p["pid"] for p in sim_mesh.processes()[:2]] == before[1]
-    assert {p["state"] for p in sim_mesh.processes()} == {"ready"}
-    assert sim_mesh.restarts() == 0
+    assert before[0] & pids(slow_mesh) == set()
+    assert [p["pid"] for p in slow_mesh.processes()[:2]] == before[1]
+    assert {p["state"] for p in slow_mesh.processes()} == {"ready"}
+    assert slow_mesh.restarts() == 0
     assert load.answers > CLIENTS
-    moved = (await sim_mesh.metrics()).get("shoal:redrives_total", 0.0)
+    moved = (await slow_mesh.metrics()).get("shoal:redrives_total", 0.0)
     assert moved > 0, f"no stream was in anybody's way, of {load.answers}"
-    await sim_mesh.quiet()
+    await slow_mesh.quiet()
 
 
 async def shows_workers(mesh: Mesh, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await mesh.metrics())["shoal:workers"] != count:
             await asyncio.sleep(0.05)
 
 
-async def test_scaling_up_and_down_is_not_seen_by_clients(sim_mesh: Mesh) -> None:
+async def test_scaling_up_and_down_is_not_seen_by_clients(slow_mesh: Mesh) -> None:
     """Three of each and back to one under load; names count from 0, and what is there is used."""
     roles = ("gateway", "tokenizer", "scheduler", "gpu_worker", "kv_tier", "detokenizer")
-    async with sim_mesh.client() as client:
-        load = Load(sim_mesh, client)
+    async with slow_mesh.client() as client:
+        load = Load(slow_mesh, client)
         async with load.running():
             for count in (3, 1):
                 asked = [f"{role}={count}" for role in roles]
-                scaled = await asyncio.to_thread(sim_mesh.shoal, "scale", *asked)
+                scaled = await asyncio.to_thread(slow_mesh.shoal, "scale", *asked)
                 assert scaled.returncode == 0, scaled.stdout + scaled.stderr
-                services = sim_mesh.processes()[2:]
+                services = slow_mesh.processes()[2:]
                 assert [p["name"] for p in services] == [
                     f"{role}-{ordinal}" for role in roles for ordinal in range(count)
                 ]
                 assert {p["state"] for p in services} == {"ready"}
-                await shows_workers(sim_mesh, count)
+                await shows_workers(slow_mesh, count)
 
-    assert sim_mesh.restarts() == 0
+    assert slow_mesh.restarts() == 0
     assert load.answers > CLIENTS
-    await sim_mesh.quiet()
+    await slow_mesh.quiet()

@@ -36,6 +36,7 @@ class ChatFields(GenerateFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
     # refused by name
     tools: Any = None
     tool_choice: Any = None
@@ -66,6 +67,7 @@ def check_chat(
         stream=bool(fields.stream),
         include_usage=includes_usage(fields),
         prompt_logprobs=fields.prompt_logprobs,
+        store=bool(fields.store),
     )
 
 

@@ -46,6 +46,10 @@ class Checked(Struct, frozen=True, kw_only=True):
     echo: bool = False  # completions: the prompt comes before the answer
     echo_only: bool = False  # max_tokens 0: and nothing after it
     prompt_logprobs: int | None = None  # alternatives shown beside each id of the prompt
+    store: bool = False  # it is to outlive the gateway that took it
+    background: bool = False  # responses: nobody waits for it
+    instructions: str | None = None  # responses: shown again in the answer, as are
+    metadata: dict[str, str] = {}
 
 
 class StreamOptions(Struct, frozen=True, kw_only=True):

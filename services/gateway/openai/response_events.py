@@ -10,9 +10,11 @@ from typing import Any, Literal
 import msgspec
 
 from services.gateway.events import Delta, SessionEnd
+from services.gateway.feed import merge
 from services.gateway.openai.errors import error_object
 from services.gateway.openai.logprobs import chat_logprobs
-from services.gateway.openai.responses import ResponseRequest
+from services.gateway.openai.request import Checked
+from services.gateway.stored.events import Adopted, Shown, Submitted
 from shared.errors import Cancelled, MeshError
 from shared.messages import TokenText
 
@@ -22,17 +24,16 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class ResponseWriter:
-    """One response as it grows. Each method returns what a stream sends for its event, in order.
-
-    `queued` and `begun` come first, then `add` per delta, then `end`, once.
+    """One response as it grows, event by event. A log says when it was taken and begun; where
+    there is none, its first id does.
     """
 
-    def __init__(self, asked: ResponseRequest, created: int) -> None:
+    def __init__(self, asked: Checked, created: int) -> None:
         self.sequence_number = 0  # of the next event
         self.status: Status = "queued"
         self._asked = asked
         self._created = created
-        self._request_id = asked.checked.spec.request_id
+        self._request_id = asked.spec.request_id
         self._item_id = f"msg_{self._request_id}"
         self._texts: list[str] = []
         self._logprobs: list[TokenText] = []
@@ -45,22 +46,50 @@ class ResponseWriter:
     def id(self) -> str:
         return f"resp_{self._request_id}"
 
-    def queued(self) -> list[bytes]:
-        """It was taken."""
+    def write(self, event: Shown) -> list[bytes]:
+        """What a stream sends for `event`, in order."""
+        taken = [] if self.sequence_number else self._taken()
+        match event:
+            case Submitted():
+                return taken
+            case Adopted():
+                return taken + self._begun()
+            case Delta():
+                return taken + self._begun() + self._add(event)
+            case SessionEnd():
+                return taken + self._end(event)
+
+    def broken(self, error: MeshError) -> bytes:
+        """What a stream says when it ends before its response. No other reader is told, so it has
+        the number of the event before it: a client may go on from there.
+        """
+        told = error_object(error)
+        fields = {"code": told["code"], "message": told["message"], "param": told["param"]}
+        number = max(self.sequence_number - 1, 0)
+        return _framed("error", {"sequence_number": number, **fields})
+
+    def body(self, events: list[Shown]) -> bytes:
+        """The response object after `events`."""
+        for event in merge(events):
+            self.write(event)
+        return _json.encode(self._object())
+
+    # --- pieces ---
+
+    def _taken(self) -> list[bytes]:
         events = [self._whole("response.created")]
         if self._asked.background:
             events.append(self._whole("response.queued"))
         return events
 
-    def begun(self) -> list[bytes]:
-        """A gateway runs it. Says nothing when another takes over."""
+    def _begun(self) -> list[bytes]:
+        """Nothing when another gateway takes over."""
         if self.status != "queued":
             return []
         self.status = "in_progress"
         return [self._whole("response.in_progress")]
 
-    def add(self, delta: Delta) -> list[bytes]:
-        """New ids of the only choice."""
+    def _add(self, delta: Delta) -> list[bytes]:
         self._finish = delta.finish_reason or self._finish
         if not delta.text and not delta.logprobs:
             return []
@@ -76,8 +105,8 @@ class ResponseWriter:
             ),
         ]
 
-    def end(self, end: SessionEnd) -> list[bytes]:
-        """The last events: the parts that were open, then the whole response."""
+    def _end(self, end: SessionEnd) -> list[bytes]:
+        """The parts that were open, then the whole response."""
         self._error = end.error
         self._usage = _usage(end)
         if end.error is not None:
@@ -87,12 +116,6 @@ class ResponseWriter:
         closing = [*self._open(), *self._close()]
         self.status = "incomplete" if self._finish == "length" else "completed"
         return [*closing, self._whole(f"response.{self.status}")]
-
-    def body(self) -> bytes:
-        """The response object as it is now."""
-        return _json.encode(self._object())
-
-    # --- pieces ---
 
     def _open(self) -> list[bytes]:
         if self._opened:
@@ -120,11 +143,9 @@ class ResponseWriter:
         return self._event(kind, response=self._object())
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """One event of a stream, its name included."""
         number = self.sequence_number
         self.sequence_number += 1
-        data = _json.encode({"type": kind, "sequence_number": number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return _framed(kind, {"sequence_number": number, **fields})
 
     def _message(self, status: str) -> dict[str, Any]:
         return {
@@ -142,7 +163,7 @@ class ResponseWriter:
         return [self._message(done)]
 
     def _object(self) -> dict[str, Any]:
-        asked, sampling = self._asked, self._asked.checked.spec.sampling
+        asked, spec = self._asked, self._asked.spec
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         failed = self._error is not None and self.status == "failed"
         return {
@@ -154,30 +175,27 @@ class ResponseWriter:
             "error": _error(self._error) if self._error is not None and failed else None,
             "incomplete_details": incomplete,
             "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
+            "max_output_tokens": spec.max_tokens,
             "metadata": asked.metadata,
-            "model": asked.checked.spec.model,
+            "model": spec.model,
             "output": self._output(),
             "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": asked.store,
-            "temperature": sampling.temperature,
+            "temperature": spec.sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "none",
             "tools": [],
-            "top_logprobs": sampling.logprobs or 0,
-            "top_p": sampling.top_p,
+            "top_logprobs": spec.sampling.logprobs or 0,
+            "top_p": spec.sampling.top_p,
             "truncation": "disabled",
             "usage": self._usage,
         }
 
 
-def error_event(error: MeshError, sequence_number: int) -> bytes:
-    """What a stream says when it ends without its response having ended."""
-    told = error_object(error)
-    fields = {"code": told["code"], "message": told["message"], "param": told["param"]}
-    data = _json.encode({"type": "error", "sequence_number": sequence_number, **fields})
-    return b"event: error\ndata: %b\n\n" % data
+def _framed(kind: str, fields: dict[str, Any]) -> bytes:
+    """One event of a stream, its name before its data."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _json.encode({"type": kind, **fields}))
 
 
 def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ change the answer and is not served (tools, earlier responses, schemas) is refus
 
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from services.gateway.openai.chat import ChatFields, chat_prompt
@@ -62,20 +61,15 @@ class ResponsesFields(GenerateFields, kw_only=True):
     moderation: Any = None
 
 
-class ResponseRequest(Struct, frozen=True, kw_only=True):
-    """A request that may be opened, and what its response object repeats of it."""
+def check_response(
+    body: bytes, caller: Caller, *, packed: bool = False, streams: bool = False
+) -> Checked:
+    """A request of `caller`; `streams` = whether to stream when the body does not say.
 
-    checked: Checked
-    background: bool
-    store: bool
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-
-
-def check_response(body: bytes, caller: Caller) -> ResponseRequest:
-    """A request of `caller`; raises `InvalidRequest` that names the field, `NotFound`."""
-    fields = decode(body, ResponsesFields)
+    Raises `InvalidRequest` that names the field, `NotFound` for another model.
+    """
+    fields = decode(body, ResponsesFields, packed)
+    fields.stream = streams if fields.stream is None else fields.stream
     stream_options, fields.stream_options = fields.stream_options, None
     if stream_options is not None and not fields.stream:
         raise InvalidRequest(
@@ -90,14 +84,13 @@ def check_response(body: bytes, caller: Caller) -> ResponseRequest:
     max_tokens = None if wanted is None else integer(wanted, "max_output_tokens", 0, 1, TOKENS_MAX)
     spec = session_spec(fields, caller, 1, max_tokens, _logprobs(fields))
     chat = chat_prompt(ChatFields(messages=_messages(fields)))
-    return ResponseRequest(
-        checked=Checked(
-            spec=replace(spec, chat=chat), endpoint="responses", stream=bool(fields.stream)
-        ),
-        background=bool(fields.background),
+    return Checked(
+        spec=replace(spec, chat=chat),
+        endpoint="responses",
+        stream=bool(fields.stream),
         store=fields.store is not False,
+        background=bool(fields.background),
         instructions=fields.instructions,
-        max_output_tokens=max_tokens,
         metadata=_metadata(fields.metadata or {}),
     )
 

@@ -143,6 +143,13 @@ class Store:
         _check_tenant(log, tenant, request_id)
         return log
 
+    async def history(self, request_id: str, tenant: str) -> list[Event]:
+        """Every event so far, `Submitted` first; raises `NotFound`."""
+        entries = await self.jetstream.read(LOGS, stored(request_id))
+        log = read_log((entry.seq, entry.payload) for entry in entries)
+        _check_tenant(log, tenant, request_id)
+        return [decode_event(entry.payload) for entry in entries]
+
     async def cancel(self, request_id: str, tenant: str) -> Log:
         """Have it end; one that has ended is left alone. The log as it is then: whoever runs it may
         need a little longer.

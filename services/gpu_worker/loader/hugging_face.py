@@ -182,9 +182,9 @@ def _rope(file: Path, raw: _Config, scaling: RopeScaling, base: float, head_dim:
 
 
 def _turned(head_dim: int, part: float) -> int:
-    dims = int(head_dim * part)
-    if not 0 < dims <= head_dim or dims % 2:
-        raise RopeError("partial_rotary_factor", f"turns {dims} of {head_dim} dims")
+    dims = int(head_dim * part) if 0 < part <= 1 else 0
+    if not dims or dims % 2:
+        raise RopeError("partial_rotary_factor", f"{part} turns {dims} of {head_dim} dims")
     return dims
 
 

@@ -59,9 +59,7 @@ class LayerWeights(NamedTuple):
     """
 
     attention_norm: Tensor  # [hidden]
-    qkv: Callable[
-        [], Matrix
-    ]  # [(num_heads + 2 num_kv_heads) * head_dim, hidden]: queries, keys, values
+    qkv: Callable[[], Matrix]  # [queries, keys, values: head_dim rows a head, hidden]
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None  # [head_dim]
     attention_out: Callable[[], Matrix]  # [hidden, num_heads * head_dim]

@@ -50,7 +50,9 @@ class Rope(Struct, frozen=True, kw_only=True):
         try:
             found = self._scaled(scaling, context_length)
             numbers = (*found._frequencies().tolist(), found.magnitude)
-        except ArithmeticError as error:
+        except RopeError:
+            raise
+        except (ArithmeticError, ValueError) as error:  # ValueError: the logarithm of 0
             raise RopeError("rope_type", f"{scaling.kind!r} gives no numbers: {error}") from error
         if not all(0 <= number < math.inf for number in numbers):
             raise RopeError("rope_type", f"{scaling.kind!r} gives frequencies that are not finite")

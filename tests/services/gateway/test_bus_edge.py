@@ -1,5 +1,6 @@
 """The bus edge: plain clients that publish a body with an inbox and read frames."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from services.gateway.edge import LARGE
 from shared.bus import Delivery
 from shared.client import Client, FramesLost, RequestFailed
 from shared.errors import DeadlineExceeded, Unavailable
@@ -277,3 +279,21 @@ async def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.client.GRACE_S", 0.0)
     with pytest.raises(DeadlineExceeded):
         await Client(MemoryBus(played.broker)).whole("chat", timeout_s=0.01)
+
+
+async def test_a_drain_serves_what_was_submitted() -> None:
+    """Also a submission that waits for its turn; a later one finds nobody."""
+    large = json.dumps(CHAT).encode() + b" " * LARGE
+    async with front(drain_s=600.0) as edge:
+        outsider = Outsider(edge.broker)
+        async with edge.gateway.edge.turn(LARGE):
+            await outsider.ask(large)
+            edge.gateway.stop()
+            await eventually(lambda: edge.gateway.edge.draining)
+            for _ in range(100):  # turns of the loop, in which it must not come to its end
+                await asyncio.sleep(0)
+        await outsider.done()
+        assert outsider.frames[0]["event"] == "chunk", outsider.frames
+        await eventually(lambda: not edge.gateway.ready)
+        with pytest.raises(Unavailable):
+            await outsider.bus.request(GENERATE, large, 1.0)

@@ -179,13 +179,13 @@ async def test_large_bodies_share_a_bounded_room_and_small_ones_need_none() -> N
     end the room is free again.
     """
     large = json.dumps({**CHAT, "padding": "x" * 300_000}).encode()
-    held = json.dumps({**CHAT, "padding": "x" * 300_000, "stream": True}).encode()
+    long = {**CHAT, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+    held = json.dumps({**long, "padding": "x" * 300_000}).encode()
     async with front(large_bytes_max=500_000) as edge:
         async with connected(edge) as (reader, writer):
-            edge.mesh.script.stuck_after = 2
+            edge.mesh.script.step_s = 0.01
             writer.write(request(held))
             await reader.readuntil(b"\r\n\r\n")
-            edge.mesh.script.stuck_after = None
             refused, body, _ = await edge.post(PATH, large)
             small, _, _ = await edge.post(PATH, CHAT)
         await edge.quiet()

@@ -160,7 +160,7 @@ def test_an_unknown_model_is_not_found() -> None:
 def test_unknown_fields_and_nulls_are_ignored() -> None:
     """Fields of other servers are accepted, and null reads as absent."""
     plain = chat()
-    assert chat(user="u", store=True, metadata={"a": 1}, frobnicate=[1]) == plain
+    assert chat(user="u", store=False, metadata={"a": 1}, frobnicate=[1]) == plain
     nulls = dict.fromkeys(("temperature", "n", "stop", "tools", "seed", "logit_bias", "top_k"))
     assert chat(**nulls) == plain
     assert chat(tools=[], tool_choice="none", response_format={"type": "text"}) == plain

@@ -8,9 +8,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from services.gateway.events import Delta, SessionEnd
-from services.gateway.openai.request import Caller
-from services.gateway.openai.response_events import ResponseWriter, error_event
-from services.gateway.openai.responses import ResponseRequest, check_response
+from services.gateway.openai.request import Caller, Checked
+from services.gateway.openai.response_events import ResponseWriter
+from services.gateway.openai.responses import check_response
+from services.gateway.stored.events import Adopted, Shown, Submitted
 from shared.errors import Cancelled, InvalidRequest, MeshError, Unavailable
 from shared.messages import TokenText
 
@@ -20,9 +21,11 @@ CALLER = Caller(
 )
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 DONE = SessionEnd(None, 5, 3, 0)
+TAKEN = Submitted(tenant="", endpoint="responses", body=b"{}", created=7.0, timeout_s=60.0)
+BEGUN = Adopted(gateway="g")
 
 
-def asked(**fields: Any) -> ResponseRequest:
+def asked(**fields: Any) -> Checked:
     return check_response(json.dumps({"input": "Hi", **fields}).encode(), CALLER)
 
 
@@ -36,21 +39,29 @@ def read(events: list[bytes]) -> list[Any]:
     return parsed
 
 
-def played(request: ResponseRequest, deltas: list[Delta], end: SessionEnd) -> list[Any]:
+def written(request: Checked, events: list[Shown]) -> list[bytes]:
     writer = ResponseWriter(request, created=7)
-    events = [*writer.queued(), *writer.begun()]
-    for delta in deltas:
-        events += writer.add(delta)
-    events += writer.end(end)
-    found = read(events)
+    return [frame for event in events for frame in writer.write(event)]
+
+
+def played(request: Checked, deltas: list[Delta], end: SessionEnd) -> list[Any]:
+    """What is written with a log; without one it is the same as soon as an id has come. The whole
+    object is that of the last event.
+    """
+    logged: list[Shown] = [TAKEN, BEGUN, *deltas, end]
+    frames = written(request, logged)
+    if deltas:
+        assert written(request, [*deltas, end]) == frames
+    found = read(frames)
     assert [event.sequence_number for event in found] == [*range(len(found))]
-    assert Response.model_validate_json(writer.body()) == found[-1].response
+    body = ResponseWriter(request, created=7).body(logged)
+    assert Response.model_validate_json(body) == found[-1].response
     return found
 
 
 def test_a_string_is_one_user_message() -> None:
     """And instructions go before it."""
-    chat = asked(instructions="Be kind.").checked.spec.chat
+    chat = asked(instructions="Be kind.").spec.chat
     assert chat is not None
     assert chat.messages == [
         {"role": "system", "content": "Be kind."},
@@ -65,7 +76,7 @@ def test_items_are_messages_of_text_parts() -> None:
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
         {"role": "assistant", "content": [{"type": "output_text", "text": "c"}], "id": "msg_1"},
     ]
-    chat = asked(input=items).checked.spec.chat
+    chat = asked(input=items).spec.chat
     assert chat is not None
     assert [(m["role"], m["content"]) for m in chat.messages] == [
         ("system", "a"),
@@ -188,16 +199,17 @@ def test_logprobs_ride_with_their_text() -> None:
 
 
 def test_another_gateway_that_reads_the_same_log_writes_the_same_stream() -> None:
-    """A second `begun` is an adoption: it is not shown."""
-    writers = [ResponseWriter(asked(background=True), 7) for _ in range(2)]
-    streams = [[*w.queued(), *w.begun()] for w in writers]
-    streams[1] += writers[1].begun()
-    for writer, stream in zip(writers, streams, strict=True):
-        stream += writer.add(Delta(0, 0, [1], "x", "stop"))
-        stream += writer.end(DONE)
-    assert streams[0] == streams[1]
+    """An adoption is not shown."""
+    delta = Delta(0, 0, [1], "x", "stop")
+    background = asked(background=True)
+    adopted = written(background, [TAKEN, BEGUN, BEGUN, delta, BEGUN, DONE])
+    assert adopted == written(background, [TAKEN, BEGUN, delta, DONE])
 
 
 def test_the_error_event_is_of_the_shape_that_clients_know() -> None:
-    event = read([error_event(Unavailable("gone"), 4)])[0]
-    assert (event.type, event.message, event.sequence_number) == ("error", "gone", 4)
+    """It has the number of the event before it: a client that goes on from there misses nothing."""
+    writer = ResponseWriter(asked(), created=7)
+    before = read([*writer.write(TAKEN), *writer.write(BEGUN)])
+    event = read([writer.broken(Unavailable("gone"))])[0]
+    assert (event.type, event.message) == ("error", "gone")
+    assert event.sequence_number == before[-1].sequence_number == 1

@@ -113,6 +113,12 @@ def test_longrope_serves_its_first_length(folder_of):
             "rope_scaling.short_factor",
             "1 factors for 8",
         ),
+        (
+            "qwen3, yarn rope",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "beta_fast": 1e308}},
+            "rope_scaling.rope_type",
+            "gives no numbers",
+        ),
         ("qwen2", {"rope_parameters": {"factor": "four"}}, "rope_scaling", "$.factor"),
         ("qwen3", {"head_dim": 16}, "model.layers.0.self_attn.q_norm.weight", "expected [16]"),
     ],

@@ -87,9 +87,19 @@ def test_a_full_queue_refuses_with_advice() -> None:
     assert failed.retry_after_s
 
 
-def test_nan_logits_fail_their_own_leg() -> None:
+@pytest.mark.parametrize(
+    ("poison", "fault", "code"),
+    [
+        ("nan_id", "nan_logits", "internal"),
+        ("raise_id", "raised", "internal"),
+        ("oom_id", "out_of_memory", "unavailable"),
+    ],
+)
+def test_a_poison_of_the_simulated_model_fails_its_own_leg(
+    poison: str, fault: str, code: str
+) -> None:
     """The others go on as if it had never been there."""
-    worker = Worker(msgspec.structs.replace(SIM, nan_id=77))
+    worker = Worker(msgspec.structs.replace(SIM, **{poison: 77}))
     worker.run(choice=0)
     worker.run(choice=1, prompt_ids=pack_ids([77, *PROMPT]))
     worker.steps()
@@ -98,13 +108,13 @@ def test_nan_logits_fail_their_own_leg() -> None:
     (failed,) = sent.failed
     assert (failed.choice, failed.code, failed.retryable, failed.started) == (
         1,
-        "internal",
+        code,
         True,
         True,
     )
     assert sent.ids == truth()
     assert (inbox("s-1"), 1, "failed") in sent.ended
-    assert worker.core.stats()["fault_nan_logits"] == 1
+    assert worker.core.stats()[f"fault_{fault}"] == 1
     worker.assert_empty()
 
 
@@ -177,14 +187,24 @@ def test_a_row_that_raises_fails_alone(error: Exception, code: str, fault: str) 
 
 
 def test_a_model_that_always_raises_ends_the_engine() -> None:
-    """Three steps in a row without a good row: it is the model, and only a restart can help."""
+    """Three prompts in a row without a good row: it is the model, and only a restart can help."""
     worker = Worker(runner=Raises(1, MemoryError()))
 
     def keep_trying() -> None:
         for choice in range(5):
-            worker.run(choice=choice)
+            worker.run(choice=choice, prompt_ids=pack_ids([1, choice]))
             worker.steps(1)
 
     with pytest.raises(EngineBroken):
         keep_trying()
     assert len(worker.take().failed) == 2
+
+
+def test_one_request_that_always_raises_does_not_end_the_engine() -> None:
+    """Its session drives it again, here too where there is no other worker; it fails each time."""
+    worker = Worker(runner=Raises(77, MemoryError()))
+    for epoch in range(1, 6):
+        worker.run(epoch=epoch, prompt_ids=pack_ids([77, 78]))
+        worker.steps()
+    assert [failed.epoch for failed in worker.take().failed] == [1, 2, 3, 4, 5]
+    worker.assert_empty()

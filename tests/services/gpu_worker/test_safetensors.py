@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.gpu_worker.loader import load_model
+from services.gpu_worker.loader.mapped import PIECE_BYTES
+from services.gpu_worker.loader.safetensors import SafeTensors
 from shared.gguf_file import ModelFileError
 from tests.services.gpu_worker.legs_kit import Legs
 from tests.services.gpu_worker.test_loader import (
@@ -77,6 +79,19 @@ def test_a_head_beside_a_tied_embedding_counts_as_transformers_counts_it(tmp_pat
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     logits = reference_logits(model, [5, 6, 7, *leg.output_ids])
     assert leg.output_ids == logits[2:-1].argmax(-1).tolist()
+
+
+def test_tensors_of_different_sizes_are_not_the_same(tmp_path):
+    """Of a dtype that is not known here, one longer than the other by whole pieces."""
+    size = PIECE_BYTES
+    kind = {"dtype": "F4", "shape": [size]}
+    header = {
+        "a": kind | {"data_offsets": [0, size]},
+        "b": kind | {"data_offsets": [size, 4 * size]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4 * size))
+    assert not SafeTensors(tmp_path, norm_offset=0.0).same("a", "b")
 
 
 def test_a_file_replaced_under_a_running_model_changes_nothing(tmp_path):
@@ -241,7 +256,7 @@ ROPES = {
     "short_factor": st.lists(st.just(1.5), min_size=8, max_size=8) | st.just([0.0] * 8),
 }
 ABSURD = st.sampled_from(
-    [0, -1, 1, 2, 1.5, 1e-320, 1e300, 10**10, 1 << 62, 10**400, None, True, "1", [], [1], {}]
+    [0, -1, 1, 2, 1.5, 1e-320, 1e308, 10**10, 1 << 62, 10**400, None, True, "1", [], [1], {}]
 )
 ROPE_KEYS = [
     "factor",

@@ -1,101 +1,24 @@
 """The scheduler's half of the protocol: one epoch, one placement, and a straight answer."""
 
-from typing import Any
-
 import pytest
 
-from services.scheduler.config import SchedulerConfig
-from services.scheduler.scheduler import SchedulerCore
 from shared.ids import pack_ids
 from shared.messages import (
     Accepted,
     Beacon,
-    Beat,
     Cancel,
     Died,
     Ended,
     EndedLeg,
     Failed,
     Lost,
-    Message,
     NotLeader,
-    Renew,
-    Renewed,
-    RenewLeg,
     RouteLost,
     Run,
-    Submit,
     ToScheduler,
 )
 from shared.sampling import SamplingParams
-
-
-class Rig:
-    """One scheduler alone with this test; `beat` makes workers and detokenizers."""
-
-    def __init__(self, **config: Any) -> None:
-        self.now = 100.0
-        self.core = SchedulerCore("s", "p", SchedulerConfig(**config), self.now)
-        self.alive: dict[str, Beat] = {}
-
-    def lead(self, *names: str) -> "Rig":
-        """In office, with these peers (w* = worker, d* = detokenizer) alive."""
-        for name in names:
-            self.beat(name)
-        self.pass_time(1.1)
-        assert self.core.is_leader
-        self.sent()
-        return self
-
-    def beat(self, name: str, **fields: Any) -> None:
-        defaults: dict[str, Any] = {
-            "role": "gpu_worker" if name[0] == "w" else "detokenizer",
-            "free_blocks": 100,
-            "block_size": 16,
-            "max_legs": 4,
-            "max_model_len": 256 if name[0] == "w" else 0,
-            "step_tokens": 64,
-        }
-        seq = self.alive[name].seq + 1 if name in self.alive else 1
-        self.alive[name] = Beat(instance=name, seq=seq, **defaults | fields)
-        self.say(self.alive[name])
-
-    def say(self, message: ToScheduler) -> None:
-        self.core.receive(message, self.now)
-
-    def pass_time(self, seconds: float) -> None:
-        """Tick through it while everybody in `alive` beats."""
-        until = self.now + seconds
-        while self.now < until:
-            self.now = min(self.now + 0.05, until)
-            for beat in self.alive.values():
-                self.say(beat)
-            self.core.tick(self.now)
-
-    def sent(self, kind: type[Message] | None = None) -> list[Any]:
-        taken = [(e.subject.rsplit(".", 1)[1], e.message) for e in self.core.outbox.take()]
-        return [pair for pair in taken if kind is None or isinstance(pair[1], kind)]
-
-    def submit(self, request_id: str = "r", epoch: int = 1, **fields: Any) -> None:
-        self.say(submit(request_id, epoch, **fields))
-
-    def renew(self, request_id: str = "r", epoch: int = 1) -> list[tuple[str, str]]:
-        """(state, worker) of each answer."""
-        self.sent()
-        self.say(Renew(gateway="g", legs=[RenewLeg(request_id, 0, epoch, 0)]))
-        return [(leg.state, leg.worker) for _, m in self.sent(Renewed) for leg in m.legs]
-
-
-def submit(request_id: str = "r", epoch: int = 1, **fields: Any) -> Submit:
-    defaults: dict[str, Any] = {
-        "gateway": "g",
-        "model": "m",
-        "tenant": "t",
-        "prompt_ids": pack_ids(range(20)),
-        "sampling": SamplingParams(max_tokens=10),
-        "deadline_ms": 60_000,
-    }
-    return Submit(request_id=request_id, choice=0, epoch=epoch, **defaults | fields)
+from tests.services.scheduler.rig import Rig
 
 
 @pytest.fixture
@@ -339,41 +262,6 @@ def test_beacons_say_what_gateways_must_know(rig: Rig) -> None:
     rig.pass_time(1.5)
     shown = rig.sent(Beacon)[-1][1]
     assert (shown.workers, shown.max_model_len) == (0, 256)
-
-
-def test_a_poisonous_leg_waits_for_an_empty_worker_and_holds_up_nobody() -> None:
-    """One worker is kept free for it while the others go on."""
-    rig = Rig().lead("w0", "w1", "d0")
-    rig.beat("w0", load=1)
-    rig.beat("w1", load=2)
-    rig.submit("poison", epoch=3, alone=True)
-    rig.submit("other")
-    assert [(to, m.submit.request_id) for to, m in rig.sent(Run)] == [("w1", "other")]
-    rig.beat("w0", load=0)
-    assert [(to, m.submit.request_id) for to, m in rig.sent(Run)] == [("w0", "poison")]
-    rig.submit("third")
-    assert [to for to, _ in rig.sent(Run)] == ["w1"]
-    rig.say(Ended(worker="w0", legs=[EndedLeg("poison", 0, 3, "stop", 5)]))
-    rig.submit("fourth")
-    assert [to for to, _ in rig.sent(Run)] == ["w0"]
-
-
-def test_a_poisonous_leg_waits_for_those_it_stopped() -> None:
-    """All workers died of it: the first one back goes on with the others, the next one is its."""
-    rig = Rig().lead("d0")
-    rig.submit("poison", epoch=3, alone=True)
-    rig.submit("victim", epoch=2)
-    rig.submit("new")
-    rig.beat("w0")
-    assert [m.submit.request_id for _, m in rig.sent(Run)] == ["victim"]
-    rig.beat("w0", load=1)
-    rig.pass_time(0.3)
-    assert rig.sent(Run) == []
-    rig.beat("w1")
-    assert [(to, m.submit.request_id) for to, m in rig.sent(Run)] == [
-        ("w1", "poison"),
-        ("w0", "new"),
-    ]
 
 
 def test_a_scheduler_that_slept_declares_nobody_dead(rig: Rig) -> None:

@@ -11,7 +11,7 @@ from shared.config import ConfigError, Launch
 from shared.messages import Accepted, Beacon, Beat, Run, ToGateway, encode
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
 from tests.services.launches import launch_of
-from tests.services.scheduler.test_scheduler import submit
+from tests.services.scheduler.rig import submit
 
 
 def launch(**settings: object) -> Launch:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 from services.gateway.stored.events import Event, Submitted, encode_event
 from services.gateway.stored.store import Logged, Store
+from services.gateway.stored.streams import LOGS
+from shared.jetstream import WrongLastSequence
 from shared.subjects import stored
 
 R = "r" * 32
@@ -28,11 +30,18 @@ def submitted(tenant: str = "t", body: bytes = b'{"a":1}', timeout_s: float = 60
 
 
 async def put(store: Store, *events: Event, request_id: str = R) -> int:
-    """Append `events` to the log, whatever it holds; the sequence of the last."""
-    entries = await store.jetstream.read("stored", stored(request_id))
-    last = entries[-1].seq if entries else 0
+    """Append `events` to the log, whatever it holds and whoever else appends; the sequence of the
+    last.
+    """
+    last = 0
     for event in events:
-        last = await store.jetstream.append(stored(request_id), encode_event(event), last)
+        there = False
+        while not there:
+            entries = await store.jetstream.read(LOGS, stored(request_id), last)
+            last = entries[-1].seq if entries else last
+            with contextlib.suppress(WrongLastSequence):
+                last = await store.jetstream.append(stored(request_id), encode_event(event), last)
+                there = True
     return last
 
 

@@ -23,7 +23,7 @@ from services.gateway.stored.streams import CONSUMER, JOBS, LOGS
 from shared.bus import Delivery
 from shared.errors import NotFound, Unavailable
 from shared.ids import pack_ids
-from shared.jetstream import EXPECTED, StreamFull, WorkQueue, WrongLastSequence, heard
+from shared.jetstream import EXPECTED, StreamFull, WorkQueue, heard
 from shared.nats_bus import NatsBus
 from shared.subjects import logged, stored
 from shared.testing import MemoryBus, eventually
@@ -185,7 +185,7 @@ async def test_a_cancel_and_the_last_words_meet(
 
     async def run() -> None:
         for index in range(20):
-            await put_again(store, output(index))
+            await put(store, output(index))
 
     writing = asyncio.create_task(run())
     log = await store.cancel(R, "t")
@@ -195,15 +195,6 @@ async def test_a_cancel_and_the_last_words_meet(
     kinds = [type(event) for event in events(await follow(store))]
     assert kinds.count(CancelRequested) == 1
     assert kinds.count(Output) == 20
-
-
-async def put_again(store: Store, event: Event) -> None:
-    """Append in spite of whoever else does."""
-    there = False
-    while not there:
-        with contextlib.suppress(WrongLastSequence):
-            await put(store, event)
-            there = True
 
 
 async def test_a_deleted_request_is_gone_for_its_readers_too(
