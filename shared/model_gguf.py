@@ -75,7 +75,7 @@ def from_gguf(file: Path) -> ModelFiles:
     bpe = spm = None
     if model == "gpt2":
         bpe = _bpe_parts(metadata, tokens, kinds)
-        vocabulary = _bpe_vocabulary(bpe, end_ids)
+        vocabulary = _bpe_vocabulary(bpe, kinds.unused, end_ids)
     elif model == "llama":
         spm = _spm_parts(metadata, tokens, kinds, architecture)
         vocabulary = spm.vocabulary(end_ids)
@@ -111,10 +111,11 @@ def _bpe_parts(metadata: _Metadata, tokens: list[str], kinds: TokenKinds) -> Bpe
     )
 
 
-def _bpe_vocabulary(parts: BpeParts, end_ids: set[int]) -> Vocabulary:
+def _bpe_vocabulary(parts: BpeParts, unused: frozenset[int], end_ids: set[int]) -> Vocabulary:
     whole = parts.control | parts.user
     raw = [t.encode() if i in whole else byte_level(t) for i, t in enumerate(parts.tokens)]
-    return Vocabulary(raw, parts.control, end_ids)
+    shown = [b"" if i in unused else token for i, token in enumerate(raw)]
+    return Vocabulary(shown, parts.control, end_ids)
 
 
 def _spm_parts(
@@ -122,7 +123,8 @@ def _spm_parts(
 ) -> SpmParts:
     eats = kinds.control if architecture == "phi3" else frozenset[int]()
     parts = SpmParts(
-        tokens=tokens,
+        # Rows that only fill up a matrix are called [PAD712]; as in llama.cpp nobody reads that.
+        tokens=["" if i in kinds.unused else token for i, token in enumerate(tokens)],
         scores=metadata.need_list("tokenizer.ggml.scores", float),
         kinds=kinds,
         space_prefix=metadata.get("tokenizer.ggml.add_space_prefix", bool, True),

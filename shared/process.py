@@ -10,14 +10,15 @@ import uvloop
 
 from shared.actor import Actor
 from shared.bus import Bus
-from shared.config import Launch
+from shared.config import ConfigError, Launch
 from shared.errors import Unavailable
 from shared.log import configure, log
 from shared.nats_bus import NatsBus
 
 
 def run_service(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> None:
-    """The whole life of a service process; exits 0 after a drain and 1 after a failure.
+    """The whole life of a service process; exits 0 after a drain and 1 after a failure. Raises
+    `ConfigError` and whatever else `make` raises: starting it again would not help.
 
     SIGTERM or SIGINT begins the drain, a second one ends it.
     """
@@ -50,6 +51,8 @@ async def _serve(launch: Launch, make: Callable[[Launch, Bus], Actor]) -> bool:
         loop.add_signal_handler(number, end)
     try:
         await actor.run()
+    except ConfigError:
+        raise
     except Exception as error:  # noqa: BLE001 the last frame: say why, then end
         log.critical("failed", exc_info=error)
         return True

@@ -6,6 +6,9 @@ from msgspec import Struct
 
 from shared.config import Count, Natural, NotNegative
 
+EX_CONFIG = 78
+"""Exit status of an engine for which a file or a setting is no good, as sysexits.h has it."""
+
 
 class SimConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`engine = "sim"`: how fast, how large and how talkative the simulated model is."""

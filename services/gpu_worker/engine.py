@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from services.gpu_worker.config import EngineLaunch
+from services.gpu_worker.config import EX_CONFIG, EngineLaunch
 from services.gpu_worker.engine_core import EngineCore
 from services.gpu_worker.frames import FrameReader, Kind, parse_command, publication
 from services.gpu_worker.runner import ModelRunner
@@ -28,7 +28,7 @@ from services.gpu_worker.simulated import SimulatedRunner, readable_words
 from services.gpu_worker.status_page import StatusPage
 from shared.log import Throttle, configure, log
 from shared.messages import ToWorker, encode
-from shared.model_files import read_model
+from shared.model_files import ModelFileError, read_model
 
 _LOAD_BOUND_MS = 600_000  # weights of a large model from a slow disk
 _WORK_BOUND_MS = 5_000  # between two steps: decode messages, plan, report
@@ -36,7 +36,7 @@ _RECEIVE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 LOAD_FAILED = 3
-"""Exit status: the model could not be loaded; the page's detail says why."""
+"""Exit status: the model could not be loaded this time; the page's detail says why."""
 
 
 class Channel:
@@ -243,7 +243,8 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 whatever it is, the operator is told in one sentence
         log.error("load_failed", exc_info=error)
         page.update(detail=str(error) or type(error).__name__)
-        sys.exit(LOAD_FAILED)
+        # What a file or a setting holds, the next engine will find as well.
+        sys.exit(EX_CONFIG if isinstance(error, ModelFileError | ValueError) else LOAD_FAILED)
     core = EngineCore(launch.instance, runner, launch.config, time.monotonic())
     Engine(core, channel, page).run()
     os._exit(0)  # nothing is left to save, and an orderly exit of torch takes seconds

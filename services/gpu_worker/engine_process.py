@@ -9,10 +9,11 @@ from typing import cast
 
 import msgspec
 
-from services.gpu_worker.config import EngineLaunch, WorkerConfig
+from services.gpu_worker.config import EX_CONFIG, EngineLaunch, WorkerConfig
 from services.gpu_worker.frames import FrameReader, Kind, command, parse_publication
 from services.gpu_worker.status_page import EngineStatus, StatusPage, create
-from shared.config import Launch
+from shared.config import ConfigError, Launch
+from shared.errors import Unavailable
 
 _EXIT_S = 2.0  # for an engine to say its last words
 
@@ -67,12 +68,14 @@ class EngineProcess(asyncio.Protocol):
     def status(self) -> EngineStatus:
         return self._page.read() if self._page is not None else EngineStatus()
 
-    async def wait(self) -> str:
-        """Return when the engine has ended; why."""
+    async def wait(self) -> ConfigError | Unavailable:
+        """Return when the engine has ended; why. `ConfigError`: so would the next one."""
         assert self._process is not None
         code = await self._process.wait()
         detail = self.status().detail
-        return f"engine ended with status {code}" + (f": {detail}" if detail else "")
+        if code == EX_CONFIG:
+            return ConfigError(detail)
+        return Unavailable(f"engine ended with status {code}" + (f": {detail}" if detail else ""))
 
     def kill(self) -> None:
         """End an engine that does not listen any more."""

@@ -19,6 +19,7 @@ from shared.sampling import SamplingParams
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FINITE = torch.finfo(torch.float32)
 _HEADS = (256, 4096)  # best ids looked at first: sorting all of 49,152 takes 20 times as long
 
 
@@ -95,9 +96,10 @@ class Sampler:
             logits[[*bias]] += torch.tensor([*bias.values()])
         if params.repetition_penalty != 1:
             seen = [*{*sequence.prompt_ids, *output_ids}]
-            factor = params.repetition_penalty
+            factor = max(params.repetition_penalty, _FINITE.tiny)  # below, fp32 makes it 0
             scores = logits[seen]
-            logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
+            scaled = torch.where(scores > 0, scores / factor, scores * factor)
+            logits[seen] = scaled.clamp(max=_FINITE.max)  # an infinite best would be no number
         if params.presence_penalty or params.frequency_penalty:
             times = Counter(output_ids)
             counts = torch.tensor([*times.values()])

@@ -13,7 +13,7 @@ from shared.actor import SETTLED_S, Actor
 from shared.bus import Bus
 from shared.clock import Clock, monotonic
 from shared.config import Launch, Status, settings
-from shared.errors import InvalidRequest, Unavailable
+from shared.errors import InvalidRequest
 from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import Beat, Died, ToWorker
@@ -135,13 +135,14 @@ class GpuWorker(Actor):
 
     async def _watch(self) -> None:
         """End this process when the engine has ended."""
-        reason = await self.engine.wait()
+        error = await self.engine.wait()
         if self.draining:
             return
+        reason = str(error)
         log.error("engine_died", reason=reason)
         self.ready = False
         self.publish(DIED, Died(instance=self.instance, reason=reason))
-        self.fail(Unavailable(reason))
+        self.fail(error)
 
     def _publish_bytes(self, subject: str, payload: bytes) -> None:
         try:

@@ -13,7 +13,7 @@ import structlog
 import uvloop
 
 from tests.chaos import report
-from tests.chaos.runner import Campaign, Round, unhealthy
+from tests.chaos.runner import FULL, REAL_MODEL, Campaign, Round, unhealthy
 from tests.chaos.site import REAL, SIMULATED, Site
 from tests.chaos.table import Experiment, table
 
@@ -59,9 +59,10 @@ async def run(args: argparse.Namespace, chosen: list[Experiment], seed: int) -> 
     done: list[Round] = []
     folder = args.run_dir.absolute() / "histories"
     while True:
-        options = SIMULATED if args.engine == "sim" else REAL
+        simulated = args.engine == "sim"
+        options, load = (SIMULATED, FULL) if simulated else (REAL, REAL_MODEL)
         async with Site(args.run_dir.absolute() / "mesh", *options) as site:
-            campaign = Campaign(site, seed, folder, keep=args.keep)
+            campaign = Campaign(site, seed, folder, load, keep=args.keep)
             calm = await campaign.calm()
             print(f"calm: {calm.requests} requests, {len(calm.violations)} violations", flush=True)
             if calm.violations:
@@ -108,6 +109,8 @@ def main() -> int:
     """Exit 1 when a promise was broken."""
     args = arguments()
     chosen = [row for row in table() if args.fault in row.name]
+    if args.engine == "real":  # what a prompt can do to the simulated engine it cannot do to this
+        chosen = [row for row in chosen if not row.fault.startswith("poison")]
     if args.list:
         print(*(row.name for row in chosen), sep="\n")
         return 0

@@ -18,7 +18,6 @@ from tests.chaos.workload import Clients, Lookups, mixed, streams
 LANES = 4  # of mixed requests beside the streams, one after the other
 LEAVES = 0.2  # share of mixed requests whose client leaves
 LOOKUPS = 32  # at once in the calm; more than kv_tier has connections
-BEGIN_S = 30.0  # for all streams to have got something
 SPREAD_S = 0.8  # where in the streams the fault comes
 REST_S = 30.0
 SLEPT_S = 0.5  # half of the silence after which the mesh takes somebody for lost
@@ -30,9 +29,11 @@ class Load(NamedTuple):
     streams: int = 16
     tokens: int = 250  # of each: five seconds, longer than any promised wait
     mixed: int = 24  # different requests that the lanes choose from
+    patience_s: float = 60.0  # for any request to end
 
 
 FULL = Load()
+REAL_MODEL = Load(tokens=40, mixed=6, patience_s=600.0)
 
 
 class Round(NamedTuple):
@@ -93,6 +94,7 @@ class Campaign:
         self.site = site
         self._seed = seed
         self._folder = folder
+        self._patience_s = load.patience_s
         self._streams = streams(seed, load.streams, load.tokens)
         self._mixed = mixed(seed, load.mixed)
         self._calm: Calm = {}
@@ -157,7 +159,7 @@ class Campaign:
             load.append(asyncio.create_task(lookups.run(over)))
         fault = experiment.make()
         try:
-            await field.clients.wait_begun({ask.key for ask in self._streams}, BEGIN_S)
+            await field.clients.wait_begun({ask.key for ask in self._streams}, self._patience_s)
             await asyncio.sleep(field.rng.uniform(0, SPREAD_S))
             at = time.monotonic()
             proof = await fault.inject(field)
@@ -187,7 +189,8 @@ class Campaign:
 
     async def _clients(self, history: History) -> Clients:
         mesh = self.site.mesh
-        return Clients(mesh.base_url, mesh.model, await self.site.outsider(), history)
+        bus = await self.site.outsider()
+        return Clients(mesh.base_url, mesh.model, bus, history, self._patience_s)
 
 
 def unhealthy(verdict: Verdict) -> bool:

@@ -123,10 +123,12 @@ def network() -> list[Experiment]:
 
 def messages() -> list[Experiment]:
     """On their way into one role's mailboxes, and heartbeats."""
-    shares: dict[Verb, float] = {"drop": 0.05, "duplicate": 0.3, "delay": 0.1, "reorder": 0.3}
+    shares: dict[Verb, float] = {"drop": 0.1, "duplicate": 0.3, "delay": 0.1, "reorder": 0.3}
+    # A second brings dozens of messages to some mailboxes and one or two to others.
+    often = {"scheduler": 3, "gpu_worker": 3, "gateway": 0.5, "detokenizer": 0.5}
     roles = ("gateway", "tokenizer", "scheduler", "gpu_worker", "detokenizer", "beats")
     rows = [
-        Experiment(verb, f"to {to}", partial(Messages, verb, to, share), 2.0)
+        Experiment(verb, f"to {to}", partial(Messages, verb, to, share * often.get(to, 1)), 2.0)
         for verb, share in shares.items()
         for to in roles
     ]

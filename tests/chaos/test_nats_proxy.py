@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.servers import Server
@@ -27,6 +27,7 @@ CLIENT = [
 ]
 
 
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, sum(map(len, CLIENT))), max_size=12))
 def test_commands_are_found_wherever_the_bytes_are_cut(cuts: list[int]) -> None:
     """Payloads that look like commands are not taken for them."""

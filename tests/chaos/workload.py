@@ -26,7 +26,6 @@ from shared.nats_bus import NatsBus
 from shared.subjects import inbox
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
 
-PATIENCE_S = 60.0  # without an end, a request counts as silent
 WORDS = re.findall(
     r"\w+",
     "river stone lantern window garden copper winter signal harbor market engine planet thunder "
@@ -145,8 +144,9 @@ class Clients:
         model: str,
         bus: NatsBus,
         history: History,
-        patience_s: float = PATIENCE_S,
+        patience_s: float,
     ) -> None:
+        """`patience_s`: without an end for so long, a request counts as silent."""
         self._patience_s = patience_s
         self._base_url = base_url
         self._model = model

@@ -21,8 +21,8 @@ TOKENS = 150  # at 20 ms: three seconds, in which something can happen
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
-    """Two gateways before two simulated workers that take their time."""
-    options = ("gateway.replicas=2", "gpu_worker.replicas=2", "gpu_worker.sim.step_ms=20")
+    """Two gateways, quick to go, before a simulated worker that takes its time."""
+    options = ("gateway.replicas=2", "gateway.drain_s=0.3", "gpu_worker.sim.step_ms=20")
     with Mesh(tmp_path_factory.mktemp("stored"), "--engine", "sim", *options) as running:
         yield running
 
@@ -88,9 +88,9 @@ async def events(store: Store, request_id: str) -> list[Event]:
     return log
 
 
-def pid(mesh: Mesh, name: str) -> int:
-    [process] = [process for process in mesh.processes() if process["name"] == name]
-    return int(process["pid"])
+def pids(mesh: Mesh) -> dict[str, int]:
+    """Asked for before anything runs: the answer takes as long as a request does."""
+    return {process["name"]: int(process["pid"]) for process in mesh.processes()}
 
 
 async def stats(mesh: Mesh, name: str) -> dict[str, Any]:
@@ -116,10 +116,10 @@ async def test_the_gateway_that_runs_it_is_killed(
     calm run, each id once.
     """
     calm = await text(outside, await submit(outside, 1))
-    restarts = mesh.restarts()
+    restarts, before = mesh.restarts(), pids(mesh)
     request_id = await submit(outside, 1)
     readers = [asyncio.create_task(text(outside, request_id)) for _ in range(4)]
-    os.kill(pid(mesh, await under_way(store, request_id)), signal.SIGKILL)
+    os.kill(before[await under_way(store, request_id)], signal.SIGKILL)
     assert await asyncio.gather(*readers) == [calm] * 4
     log = await events(store, request_id)
     assert len([event for event in log if isinstance(event, Adopted)]) == 2
@@ -132,9 +132,10 @@ async def test_the_gateway_that_runs_it_sleeps(mesh: Mesh, outside: Client, stor
     is counted, and the log is that of one gateway at a time.
     """
     calm = await text(outside, await submit(outside, 2))
+    before = pids(mesh)
     request_id = await submit(outside, 2)
     name = await under_way(store, request_id)
-    sleeper = pid(mesh, name)
+    sleeper = before[name]
     os.kill(sleeper, signal.SIGSTOP)
     try:
         await under_way(store, request_id, adoptions=2)
@@ -145,7 +146,7 @@ async def test_the_gateway_that_runs_it_sleeps(mesh: Mesh, outside: Client, stor
     assert adopters[0] == name
     assert len(set(adopters)) == 2
     assert await text(outside, request_id) == calm
-    assert pid(mesh, name) == sleeper, "nobody has restarted it"
+    assert pids(mesh)[name] == sleeper, "nobody has restarted it"
     async with asyncio.timeout(10):
         while not (await stats(mesh, name)).get("stored_fenced"):
             await asyncio.sleep(0.05)
@@ -155,11 +156,11 @@ async def test_the_gateway_that_runs_it_sleeps(mesh: Mesh, outside: Client, stor
 async def test_nats_restarts(mesh: Mesh, outside: Client, store: Store) -> None:
     """The server that holds the log and the queue dies mid-answer: the same text, one end."""
     calm = await text(outside, await submit(outside, 3))
-    restarts = mesh.restarts()
+    restarts, before = mesh.restarts(), pids(mesh)
     request_id = await submit(outside, 3)
     reader = asyncio.create_task(text(outside, request_id))
     await under_way(store, request_id)
-    os.kill(pid(mesh, "nats"), signal.SIGKILL)
+    os.kill(before["nats"], signal.SIGKILL)
     assert await reader == calm
     await mesh.all_ready(restarts + 1)
     await events(store, request_id)
@@ -169,10 +170,11 @@ async def test_nats_restarts(mesh: Mesh, outside: Client, store: Store) -> None:
 async def test_a_gateway_that_stops_hands_over(mesh: Mesh, outside: Client, store: Store) -> None:
     """SIGTERM mid-answer: what it cannot finish in its time is another's at once."""
     calm = await text(outside, await submit(outside, 4))
-    restarts = mesh.restarts()
+    restarts, before = mesh.restarts(), pids(mesh)
     request_id = await submit(outside, 4)
-    os.kill(pid(mesh, await under_way(store, request_id)), signal.SIGTERM)
+    os.kill(before[await under_way(store, request_id)], signal.SIGTERM)
     assert await text(outside, request_id) == calm
-    await events(store, request_id)
+    log = await events(store, request_id)
+    assert len([event for event in log if isinstance(event, Adopted)]) == 2
     await mesh.all_ready(restarts + 1)
     await mesh.quiet()

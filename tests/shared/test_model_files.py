@@ -124,6 +124,16 @@ def test_small_file(tmp_path: Path) -> None:
     assert tensor.offset == len(gguf()) - 24
 
 
+def test_rows_that_fill_up_a_matrix_are_no_text(tmp_path: Path) -> None:
+    """Converters name them [PAD712] and call them unused. If one is drawn, nobody reads that."""
+    tokens = ["<s>", "a", "\u2581b", "[PAD3]"]
+    types = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 1, 1, 5]}
+    spm = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0, -1.0, -2.0, -9.0]}
+    for changes in (types | spm, types | {"tokenizer.ggml.tokens": ["<s>", "a", "Ġb", "[PAD3]"]}):
+        vocabulary = read_model(written(tmp_path, gguf(changes))).vocabulary
+        assert vocabulary.tokens == (b"<s>", b"a", b" b", b"")
+
+
 def test_unknown_tensor_type_has_no_known_size() -> None:
     assert TensorInfo((4,), 99, 0).num_bytes == 0
 

@@ -15,6 +15,7 @@ T = TypeVar("T")
 DEPTH_MAX = 32  # of anything a client nests; templates and tools stay below 10
 VALUES_MAX = 1 << 16  # in what a client nests: 16 for each of 4,096 messages
 _FIELD = re.compile(r"\$\.(\w+)")
+_MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def decode(body: bytes, kind: type[T], packed: bool = False) -> T:
@@ -32,9 +33,9 @@ def decode(body: bytes, kind: type[T], packed: bool = False) -> T:
     except UnicodeDecodeError as error:
         raise InvalidRequest(f"The body is not valid UTF-8 (byte {error.start}).") from error
     except msgspec.ValidationError as error:
-        field = _FIELD.search(str(error))
+        field = _FIELD.search(str(error)) or _MISSING.search(str(error))
         raise InvalidRequest(
-            f"Invalid request: {error}.", param=field.group(1) if field else None
+            f"Invalid request: {error}.", param=field[1] if field else None
         ) from error
     except msgspec.DecodeError as error:
         form = "MessagePack" if packed else "JSON"

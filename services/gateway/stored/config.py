@@ -14,9 +14,8 @@ class StoredConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     age_s: AboveZero = 3600.0  # a log and its answer are kept for so long
     bytes_max: Count = 256 << 20  # of all logs together; a quarter of what the server may store
-    events_max: Annotated[int, Meta(ge=64)] = (
-        8192  # of one log: ten minutes of four a second, and a burst before
-    )
+    # Of one log: a burst of 4,096, then ten minutes of four a second, and some for its end.
+    events_max: Annotated[int, Meta(ge=64)] = 8192
     jobs_max: Count = 10000  # waiting and running; 503 beyond
     jobs_bytes_max: Count = 8 << 20  # a job is a name
     body_bytes_max: Count = 1 << 20  # it lies in the log; 413 beyond

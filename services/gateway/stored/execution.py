@@ -26,7 +26,7 @@ from shared.errors import Cancelled, DeadlineExceeded, MeshError
 
 FRUITLESS_MAX = 4  # adoptions in a row without output: the request, not its gateways, is at fault
 EPOCH_SHIFT = 20  # submits of one adoption; the sequence of `Adopted` is above them
-BURST = 1024  # events that are appended as soon as they can be
+BURST = 4096  # events that are appended as soon as they can be
 PACE_S = 0.25  # between two after that, so that time bounds the events of a log
 RESERVE = 16  # events that are left for its end
 
@@ -226,6 +226,8 @@ class Execution:
 
     def _add(self, seq: int, event: Event, *, own: bool) -> None:
         self.log.add(seq, event)
+        if own and not self._deltas:
+            self._unlogged_since = None
         if not isinstance(event, Adopted):
             return
         if own:

@@ -185,8 +185,9 @@ class Store:
                 there = True
                 why_not = await self._full()
             except MeshError as error:
+                # The first time it may be we who slept, and a submission will find out.
+                why_not = self.why_not if there else error.detail
                 there = False
-                why_not = error.detail
             if why_not != self.why_not:
                 logger.info("stored_requests", why_not=why_not)
             self.why_not = why_not

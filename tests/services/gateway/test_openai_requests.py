@@ -339,3 +339,12 @@ def test_tokenize_requests() -> None:
     for bad in (b"{}", b'{"tokens": [-1]}', b'{"tokens": "a"}', b'{"tokens": [4294967296]}'):
         with pytest.raises(InvalidRequest):
             check_detokenize(bad, "tiny")
+
+
+def test_a_field_that_is_missing_is_named() -> None:
+    with pytest.raises(InvalidRequest) as of_tokens:
+        check_detokenize(b"{}", "tiny")
+    assert of_tokens.value.param == "tokens"
+    with pytest.raises(InvalidRequest) as of_chat:
+        check_chat(b'{"model": "tiny"}', CALLER)
+    assert of_chat.value.param == "messages"

@@ -203,8 +203,8 @@ def test_a_model_that_always_raises_ends_the_engine() -> None:
 def test_one_request_that_always_raises_does_not_end_the_engine() -> None:
     """Its session drives it again, here too where there is no other worker; it fails each time."""
     worker = Worker(runner=Raises(77, MemoryError()))
-    for epoch in range(1, 6):
+    for epoch in range(1, 5):
         worker.run(epoch=epoch, prompt_ids=pack_ids([77, 78]))
         worker.steps()
-    assert [failed.epoch for failed in worker.take().failed] == [1, 2, 3, 4, 5]
+    assert [failed.epoch for failed in worker.take().failed] == [1, 2, 3, 4]
     worker.assert_empty()

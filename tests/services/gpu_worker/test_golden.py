@@ -146,6 +146,7 @@ def runner():
     )
 
 
+@pytest.mark.timeout(600)  # small cells take 10 s of one processor, which may be a busy one
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_greedy_ids_are_golden(runner, cell):
     """Through the whole core, and what the cell names is seen to have happened."""

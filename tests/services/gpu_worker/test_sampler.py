@@ -84,16 +84,6 @@ def test_rows_are_cut_where_a_full_sort_would_cut_them(vocab, params):
         assert drawn == torch.searchsorted(cumulative, points, right=True).tolist()
 
 
-def test_a_draw_depends_on_seed_and_position_alone():
-    """The same row alone, among others, or at another place of the batch."""
-    logits = some_logits(32)
-    legs = [leg(seed=row, output=[2] * row, top_p=0.95, logprobs=3) for row in range(32)]
-    together = SAMPLER.sample(logits, legs)
-    for row in range(32):
-        assert SAMPLER.sample(logits[row : row + 1], [legs[row]]) == [together[row]]
-    assert SAMPLER.sample(logits.flip(0), legs[::-1]) == together[::-1]
-
-
 def test_positions_and_seeds_are_independent():
     """Pairs of neighbours fill the square evenly: no seed repeats another's stream shifted."""
     values = torch.tensor(

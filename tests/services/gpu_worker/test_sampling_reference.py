@@ -172,3 +172,26 @@ def test_seeded_rows_draw_the_same_in_any_company() -> None:
         assert SAMPLER.sample(logits[:size], rows[:size]) == alone[:size]
     assert SAMPLER.sample(logits.flip(0), rows[::-1]) == alone[::-1]
     assert not any(math.isnan(outcome.logprobs.logprob) for outcome in alone if outcome.logprobs)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-320, 1])
+@pytest.mark.parametrize("penalty", [5e-324, 1e-40, 1e-38])
+def test_a_repetition_penalty_of_next_to_nothing_is_a_number_still(penalty, temperature):
+    """What was seen and is likely comes again; what is masked does not, nor what there is not."""
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, :5] = torch.tensor([90.0, 50.0, 70.0, 0.0, -3.0])
+    legs = [
+        leg(
+            prompt=range(1, 5),
+            output=[0],
+            seed=seed,
+            temperature=temperature,
+            repetition_penalty=penalty,
+            bad_words=((0,),),
+            logprobs=1,
+        )
+        for seed in range(20)
+    ]
+    sampled = SAMPLER.sample(logits.expand(len(legs), -1), legs)
+    assert {s.fault for s in sampled} == {""}
+    assert {s.token_id for s in sampled} <= {1, 2}

@@ -198,11 +198,13 @@ async def test_a_hung_engine_is_killed() -> None:
 
 
 async def test_a_model_that_cannot_be_loaded_is_named() -> None:
-    """The worker ends with one sentence that says which file, and is never ready."""
+    """The worker ends with one sentence that says which file, and is never ready. Whoever starts
+    workers is told to try no other: it would take as long and find the same.
+    """
     missing = msgspec.structs.replace(launch(FAST), model="/nowhere/model.gguf")
     worker = GpuWorker(missing, MemoryBus())
 
-    with pytest.raises(Unavailable, match=r"model\.gguf"):
+    with pytest.raises(ConfigError, match=r"model\.gguf"):
         async with running(worker):
             pass
 
