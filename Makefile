@@ -63,4 +63,4 @@ bench: install ## streams at rising concurrency: tokens/s, time to first token
 	@$(VENV)/bin/python -m tests.bench.streams $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)
-	rm -rf $(VENV) *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) kernels/cpu/built *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
+BUILT = HERE / "built"  # beside the sources: nothing of ours lies outside the checkout
 SOURCES = ("vector.h", "team.h", "gemm.h", "attention.h", "step.cpp")
 FLAGS = (
     "-std=c++17",
@@ -142,27 +143,22 @@ def library(architecture: str = "native") -> ctypes.CDLL:
     return lib
 
 
-def _cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shoal" / "kernels"
-
-
 def _built(compiler: Path, architecture: str) -> Path:
     """Path of the shared object. Two that build at once each finish with a rename."""
     flags = [*FLAGS, f"-march={architecture}"]
-    file = _cache_dir() / f"step-{_key(compiler, flags)}.so"
+    file = BUILT / f"step-{_key(compiler, flags)}.so"
     if file.exists():
         return file
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     unfinished = file.with_suffix(f".{os.getpid()}")
     command = [str(compiler), *flags, str(HERE / "step.cpp"), "-o", str(unfinished)]
     try:
+        BUILT.mkdir(exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
+        unfinished.replace(file)
+    except OSError as error:  # no compiler, no room
         raise BuildError(f"{compiler}: {error}") from error
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-2000:]}")
-    unfinished.replace(file)
     return file
 
 

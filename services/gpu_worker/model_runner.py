@@ -52,6 +52,7 @@ def load_runner(
     dtype = compute_dtype(settings["dtype"])
     progress("reading metadata")
     files = read_model(path)
+    progress("building kernels")
     int8 = _int8(settings)
     precision = "int8" if int8 else str(dtype).removeprefix("torch.")
     progress(f"loading weights as {precision}")

@@ -9,6 +9,8 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
+from kernels.cpu.library import library
+from services.gpu_worker import model_runner
 from services.gpu_worker.model_runner import (
     SCORE_TILE,
     DecoderRunner,
@@ -300,3 +302,31 @@ def test_the_spec_says_what_was_loaded(runner):
     assert (spec.vocab_size, spec.num_blocks, spec.block_size) == (VOCAB, 128, BLOCK_SIZE)
     assert spec.max_model_len == 128 * BLOCK_SIZE
     assert spec.end_ids == read_model(default_model()).end_ids
+
+
+def test_int8_is_taken_by_rule(monkeypatch):
+    """Where the processor has dot instructions, unless a dtype is named; and where it is asked for,
+    whatever the processor.
+    """
+
+    def taken(dtype, quantize, flags):
+        monkeypatch.setattr(model_runner, "cpu_flags", lambda: flags)
+        return model_runner._int8({"dtype": dtype, "quantize": quantize})
+
+    fast, slow = {b"avx512_vnni"}, {b"avx2"}
+    assert taken("auto", "auto", fast)
+    assert not taken("auto", "auto", slow)
+    assert not taken("bf16", "auto", fast)
+    assert not taken("auto", "none", fast)
+    assert taken("fp32", "w8a8", slow)
+    with pytest.raises(ValueError, match="quantize: 'int3' is not one of"):
+        taken("auto", "int3", fast)
+
+
+def test_without_a_compiler_torch_computes_unless_int8_was_asked_for(monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    library.cache_clear()
+    assert not model_runner._int8({"dtype": "auto", "quantize": "auto"})
+    with pytest.raises(ValueError, match="quantize: /nonexistent/c"):
+        model_runner._int8({"dtype": "auto", "quantize": "w8a8"})
+    library.cache_clear()
