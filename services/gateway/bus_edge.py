@@ -13,7 +13,7 @@ stored one from its log, of a plain one for as long as its gateway has them.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -31,6 +31,7 @@ from services.gateway.stored.store import Logged
 from shared.bus import Bus, Delivery, Handler, Subscription
 from shared.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     MeshError,
     NotFound,
     Overloaded,
@@ -87,6 +88,7 @@ class BusEdge:
         self._config = edge.config
         self._kept = Kept()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._replays: dict[str, asyncio.Task[Any]] = {}  # from a log, by inbox
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
@@ -198,13 +200,32 @@ class BusEdge:
                 await self._ask_owner(asked, error)
                 return
             assert isinstance(first.event, Submitted)
-            await self._send_stored(first.event, logged, frames)
+            async with self._only_one(frames.inbox):
+                await self._send_stored(first.event, logged, frames)
+
+    @asynccontextmanager
+    async def _only_one(self, inbox: str) -> AsyncGenerator[None]:
+        """A reader that asks again has no use for what it is still sent for its last question; not
+        before there is something to send instead, or a hasty one would never get anything.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if inbox in self._replays:
+            self._replays[inbox].cancel()
+        self._replays[inbox] = task
+        try:
+            yield
+        finally:
+            if self._replays[inbox] is task:
+                del self._replays[inbox]
 
     async def _send_stored(
         self, asked: Submitted, logged: AsyncGenerator[Logged], frames: Frames
     ) -> None:
         """The frames that the log makes are the same whoever reads it."""
         edge = self._edge
+        if asked.endpoint not in ("chat", "completions"):
+            raise InvalidRequest("The request can only be read over HTTP.", param="request_id")
         checked = edge.stored(frames.request_id, asked, streams=True)
         whole = frames.from_start()
         told = answer(checked, int(asked.created), await edge.echoes(checked))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from deploy.servers import Server
 from services.gateway.stored.events import Adopted, Submitted
@@ -14,10 +15,11 @@ from services.gateway.stored.streams import LOGS
 from shared.bus import Delivery
 from shared.client import Client, RequestFailed
 from shared.nats_bus import NatsBus
-from shared.subjects import JOBS, stored
+from shared.subjects import JOBS, REPLAY, stored
 from shared.testing import eventually
 from tests.services.gateway.fake_mesh import MODEL
-from tests.services.gateway.stored.duo import TEXT, Duo, duo
+from tests.services.gateway.stored.duo import TEXT, Duo, chat, duo, texts, whole
+from tests.services.gateway.stored.kit import R
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -173,3 +175,42 @@ async def test_a_lost_answer_to_a_submission_is_asked_for_again(
         if isinstance(logged.event, Submitted)
     ]
     assert submitted.endpoint == "chat"
+
+
+async def test_a_reader_that_asks_again_is_answered_once(pair: Duo, bus: NatsBus) -> None:
+    """Each question takes the place of the one before, at whatever gateway it was asked: what
+    comes after the last comes at most once from each.
+    """
+    pair.mesh.script.stuck_after = 2
+    request_id = await client(bus).submit(messages=MESSAGES)
+    await pair.under_way(request_id)
+    frames: list[int] = []
+    await bus.subscribe("_INBOX.again", lambda d: d.payload and frames.append(index_of(d)))
+    asked = json.dumps({"request_id": request_id, "api_key": "key-a", "from": 0}).encode()
+    for count in range(1, 11):
+        bus.publish(REPLAY, asked, "_INBOX.again")
+        await eventually(lambda count=count: frames.count(0) == count)  # type: ignore[misc]
+    pair.mesh.script.stuck_after = None
+    last = len(await whole_of(bus, request_id)) - 1
+    await eventually(lambda: last in frames)
+    await bus.flush()
+    assert 1 <= frames.count(last) <= len(pair.gateways)
+
+
+def index_of(delivery: Delivery) -> int:
+    return int(json.loads(delivery.payload)["index"])
+
+
+async def whole_of(bus: NatsBus, request_id: str) -> list[Any]:
+    """Every frame of a request: its chunks and `done`."""
+    return [*[chunk async for chunk in client(bus).follow(request_id)], None]
+
+
+async def test_what_is_not_for_the_bus_is_refused(pair: Duo, bus: NatsBus) -> None:
+    """A response of the Responses API is read over HTTP: its events are no chunks."""
+    asked = replace(chat(), endpoint="responses", body=b'{"model":"tiny","input":"Hi"}')
+    await pair.ask(asked)
+    with pytest.raises(RequestFailed) as refused:
+        await text(client(bus), R)
+    assert refused.value.param == "request_id"
+    assert texts(await whole(pair)) == {0: TEXT}
