@@ -25,6 +25,7 @@ from services.gateway.openai.tokens import (
     detokenize_body,
     tokenize_body,
 )
+from services.gateway.protocol import Protocol
 from services.gateway.replies import (
     IDEMPOTENCY_KEY,
     REQUEST_ID,
@@ -63,12 +64,9 @@ class HttpEdge:
         self._runner = web.AppRunner(
             self._app(),
             handler_cancellation=True,  # a client that goes away cancels its request
-            access_log=None,
-            keepalive_timeout=self._config.header_timeout_s,  # also the bound on request headers
-            lingering_time=min(LINGER_S, self._config.body_timeout_s),
             shutdown_timeout=1.0,
         )
-        self._site: web.SockSite | None = None
+        self._listener: asyncio.Server | None = None
         self.port = 0
         self.requests = 0  # seen so far
 
@@ -82,8 +80,18 @@ class HttpEdge:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self.port = sock.getsockname()[1]
         await self._runner.setup()
-        self._site = web.SockSite(self._runner, sock)
-        await self._site.start()
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._connection, sock=sock)
+
+    def _connection(self) -> Protocol:
+        return Protocol(
+            self._runner.server,
+            lambda: self._edge.meter.responded(400),
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            keepalive_timeout=self._config.header_timeout_s,  # also the bound on request headers
+            lingering_time=min(LINGER_S, self._config.body_timeout_s),
+        )
 
     @property
     def connections(self) -> int:
@@ -92,12 +100,13 @@ class HttpEdge:
 
     async def stop_listening(self) -> None:
         """Take no new connection; those open go on."""
-        if self._site is not None:
-            await self._site.stop()
-            self._site = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     async def close(self) -> None:
         """Close every connection."""
+        await self.stop_listening()
         await self._runner.cleanup()
         await self._stored.close()
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -67,6 +68,36 @@ async def test_dripping_headers_are_cut() -> None:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
         dripping.cancel()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"secret\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_a_quiet_400(
+    garbage: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OpenAI's shape, then the connection is closed; the log has one line without what was sent."""
+    async with front() as edge:
+        async with connected(edge) as (reader, writer):
+            writer.write(garbage)
+            status, body = await answer(reader)
+            assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+        _, metrics = await edge.get("/metrics")
+    assert re.search(r'shoal:http_responses_total{gateway="gateway-0",status="400"} [1-9]', metrics)
+    told = capsys.readouterr().out
+    assert told.count("not_http") == 1
+    assert "Traceback" not in told
+    assert "secret" not in told
 
 
 async def test_a_slow_body_is_a_408() -> None:

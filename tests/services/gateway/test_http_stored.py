@@ -2,120 +2,29 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
-from msgspec.structs import replace
-from openai.types.responses import Response
 
 from deploy.servers import Server
-from services.gateway.stored.config import StoredConfig
 from shared.testing import eventually
-from tests.services.gateway.fake_mesh import MODEL, front
-from tests.services.gateway.stored.duo import TEXT, Duo, duo
-
-ASK: dict[str, Any] = {"model": MODEL, "input": "Hi"}
-CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
-CHATS = "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-UNKNOWN = "resp_" + "0" * 32
-STORED = StoredConfig(poll_s=0.2, pull_s=0.5, append_timeout_s=10.0)  # a busy machine is no outage
-
-
-class Pair:
-    """Two gateways, and a client of each."""
-
-    def __init__(self, duo: Duo) -> None:
-        self.duo = duo
-        self.mesh = duo.mesh
-        self.script = duo.mesh.script
-        self.urls = [f"http://127.0.0.1:{gateway.http.port}" for gateway in duo.gateways]
-
-    def client(self, number: int = 0, api_key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"{self.urls[number]}/v1", api_key=api_key, max_retries=0, timeout=60
-        )
-
-    async def call(
-        self, path: str, body: Any = None, number: int = 0, method: str = "POST", **headers: str
-    ) -> tuple[int, bytes, Any]:
-        """(status, body, headers); `_` in the name of a header is `-`."""
-        data = None if body is None else json.dumps(body).encode()
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.request(method, self.urls[number] + path, data=data, headers=named) as answer,
-        ):
-            return answer.status, await answer.read(), answer.headers
-
-    async def quiet(self) -> None:
-        """Nothing runs and nobody reads."""
-        for gateway in self.duo.gateways:
-            await eventually(lambda g=gateway: g.edge.idle.is_set() and not g.executor.running)  # type: ignore[misc]
-            await eventually(lambda g=gateway: g.table.num_sessions == 0)  # type: ignore[misc]
-
-
-@pytest.fixture
-async def pair(nats_server: Server) -> AsyncIterator[Pair]:
-    async with duo(nats_server, STORED) as running:
-        pair = Pair(running)
-        yield pair
-        pair.script.stuck_after = None
-        await pair.quiet()
-
-
-@pytest.fixture
-async def clients(pair: Pair) -> AsyncIterator[list[openai.AsyncOpenAI]]:
-    async with pair.client(0) as a, pair.client(1) as b:
-        yield [a, b]
-
-
-Clients = list[openai.AsyncOpenAI]
-
-
-async def settled(client: openai.AsyncOpenAI, response_id: str) -> Response:
-    """Poll it until it has ended."""
-    async with asyncio.timeout(20):
-        while True:
-            response = await client.responses.retrieve(response_id)
-            if response.status not in ("queued", "in_progress"):
-                return response
-            await asyncio.sleep(0.02)
-
-
-async def until_stuck(stream: Any) -> list[Any]:
-    """The events of a response until its text is what `stuck_after = 2` lets out."""
-    seen, text = [], ""
-    async with asyncio.timeout(60):
-        async for event in stream:
-            seen.append(event)
-            text += event.delta if event.type == "response.output_text.delta" else ""
-            if text == "Hello":
-                break
-    return seen
-
-
-def sse(body: bytes) -> list[dict[str, Any]]:
-    """The events of a stream; `data` is decoded unless it is [DONE]."""
-    events = []
-    for block in body.decode().split("\n\n")[:-1]:
-        if block.startswith(":"):
-            continue
-        event: dict[str, Any] = dict(line.split(": ", 1) for line in block.split("\n"))
-        if event["data"] != "[DONE]":
-            event["data"] = json.loads(event["data"])
-        events.append(event)
-    return events
-
-
-def said(events: list[dict[str, Any]]) -> str:
-    """The text of the chunks of a chat."""
-    chunks = [event["data"] for event in events if event["data"] != "[DONE]"]
-    return "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
-
+from tests.services.gateway.fake_mesh import MODEL
+from tests.services.gateway.pair import (
+    ASK,
+    CHAT,
+    CHATS,
+    RESPONSES,
+    STORED,
+    UNKNOWN,
+    Clients,
+    Pair,
+    said,
+    settled,
+    sse,
+    until_stuck,
+)
+from tests.services.gateway.stored.duo import TEXT, duo
 
 # --- responses ---
 
@@ -426,120 +335,3 @@ async def test_a_bad_last_event_id_is_answered(pair: Pair, event_id: str, status
     found, body, _ = await pair.call(CHATS, Last_Event_ID=event_id)
     assert found == status
     assert json.loads(body)["error"]["param"] == ("Last-Event-ID" if status == 400 else None)
-
-
-# --- clients that leave ---
-
-
-@pytest.mark.parametrize("how", ["whole", "keyed", "stream", "chat"])
-async def test_who_cannot_come_back_leaves_nothing_running(pair: Pair, how: str) -> None:
-    """A client that goes away before it can know the name of its request cancels it; else the
-    request goes on to its end.
-    """
-    pair.script.stuck_after = 2
-    path, body = (CHATS, CHAT) if how == "chat" else (RESPONSES, ASK)
-    body = {**body, "store": True, "stream": how in ("stream", "chat")}
-    headers = {"Idempotency-Key": "k"} if how == "keyed" else {}
-    async with aiohttp.ClientSession() as session:
-        asked = session.post(pair.urls[0] + path, json=body, headers=headers)
-        if how in ("stream", "chat"):
-            async with asked as answer:
-                await answer.content.readuntil(b"lo")
-        else:
-            waiting = asyncio.create_task(asked.__aenter__())
-            await eventually(lambda: 2 in pair.mesh.sent.values())
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-    await eventually(lambda: all(g.edge.idle.is_set() for g in pair.duo.gateways))
-    if how == "whole":
-        await pair.quiet()
-        assert pair.mesh.cancelled
-    else:
-        pair.script.stuck_after = None
-        await pair.quiet()
-        assert pair.mesh.sent.popitem()[1] == 5
-        assert not pair.mesh.cancelled
-
-
-# --- faults ---
-
-
-async def test_without_jetstream_only_stored_requests_are_refused() -> None:
-    """A 503 that says when to come back; the others notice nothing."""
-    async with front() as edge:
-        for path, body in ((RESPONSES, ASK), (CHATS, {**CHAT, "store": True})):
-            status, answer, headers = await edge.post(path, body)
-            assert (status, answer["error"]["type"]) == (503, "server_error")
-            assert int(headers["Retry-After"]) >= 1
-        assert (await edge.post(RESPONSES, {**ASK, "store": False}))[0] == 200
-        assert (await edge.post(CHATS, CHAT))[0] == 200
-
-
-async def test_a_full_store_refuses_new_ones_alone(nats_server: Server) -> None:
-    """The same, once what is stored has taken its share; what is stored can be read."""
-    async with duo(nats_server, replace(STORED, bytes_max=20_000)) as running:
-        pair = Pair(running)
-        async with pair.client(0) as client:
-            response = await client.responses.create(**ASK, metadata={"a": "x" * 500})
-            async with asyncio.timeout(20):
-                while (await pair.call(RESPONSES, {**ASK, "metadata": {"a": "x" * 500}}))[0] == 200:
-                    pass
-            status, _, headers = await pair.call(RESPONSES, ASK)
-            assert (status, headers["Retry-After"]) == (503, "5")
-            assert (await pair.call(CHATS, CHAT))[0] == 200
-            assert await client.responses.retrieve(response.id) == response
-
-
-async def test_a_gateway_that_stops_sends_its_readers_to_another(nats_server: Server) -> None:
-    """The stream ends with a typed error, numbered so that a client that goes on from it misses
-    nothing.
-    """
-    async with duo(nats_server, STORED, drain_s=0.1) as running:
-        pair = Pair(running)
-        pair.script.stuck_after = 2
-        async with pair.client(0) as one, pair.client(1) as two:
-            stream = await one.responses.create(**ASK, stream=True)
-            seen = await until_stuck(stream)
-            running.gateways[0].stop()
-            [error] = [event async for event in stream]
-            assert (error.type, error.code) == ("error", "unavailable")
-            pair.script.stuck_after = None
-            response_id = seen[0].response.id
-            seen += [
-                event
-                async for event in await two.responses.retrieve(
-                    response_id, stream=True, starting_after=error.sequence_number
-                )
-            ]
-    assert [event.sequence_number for event in seen] == [*range(len(seen))]
-    assert seen[-1].response.output_text == TEXT
-
-
-async def test_silence_is_filled_with_pings(nats_server: Server) -> None:
-    """As in any other stream."""
-    async with duo(nats_server, STORED, ping_s=0.05) as running:
-        pair = Pair(running)
-        pair.script.stuck_after = 2
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(pair.urls[0] + RESPONSES, json={**ASK, "stream": True}) as answer,
-        ):
-            async with asyncio.timeout(10):
-                for _ in range(2):
-                    await answer.content.readuntil(b": ping\n\n")
-            pair.script.stuck_after = None
-            assert b"response.completed" in await answer.read()
-
-
-async def test_too_many_readers_are_refused(nats_server: Server) -> None:
-    """What is read from logs is bounded, as sessions are."""
-    async with duo(nats_server, STORED, sessions_max=2) as running:
-        pair = Pair(running)
-        pair.script.stuck_after = 2
-        async with pair.client() as client:
-            streams = [await client.responses.create(**ASK, stream=True) for _ in range(2)]
-            with pytest.raises(openai.RateLimitError):
-                await client.responses.create(**ASK, stream=True)
-            pair.script.stuck_after = None
-            for stream in streams:
-                assert [event async for event in stream][-1].type == "response.completed"
