@@ -74,27 +74,27 @@ class Stream:
 
     async def begin(self) -> None:
         """Run from the first id on, so that what fails until then is a real HTTP error; a first id
-        that takes longer than `patience_s` gives that up. Raises as `run`, and `MeshError`.
+        that takes longer than `patience_s` gives that up. Raises `MeshError` until then, and
+        `ConnectionError` when the client is gone or too slow.
         """
         events: list[Shown] = []
         loop = asyncio.get_running_loop()
         until = loop.time() + self._config.patience_s
-        while not any(isinstance(event, Delta) for event in events) and loop.time() < until:
+        first = None
+        while first is None and loop.time() < until:
             events += await self._source.take(until - loop.time())
-            last = events[-1] if events else None
-            if isinstance(last, SessionEnd):
-                if last.error is not None and not any(isinstance(e, Delta) for e in events):
-                    raise last.error
-                break
+            first = next((e for e in events if isinstance(e, Delta | SessionEnd)), None)
+        if isinstance(first, SessionEnd) and first.error is not None:
+            raise first.error
         await self._run(events)
 
     async def resume(self, skip: int) -> None:
-        """Run from the beginning, without the first `skip` events. Raises as `run`."""
+        """Run from the beginning, without the first `skip` events. Raises as `begin`."""
         self._skip = skip
         await self._run(await self._source.take(self._config.patience_s))
 
     async def _run(self, events: Sequence[Shown]) -> None:
-        """Stream to the end; raises `ConnectionError` when the client is gone or too slow."""
+        """Stream to the end, `events` first."""
         with self._write_limit():
             await self.response.prepare(self._request)
         while True:

@@ -65,11 +65,11 @@ class StoredHttp:
         )
         if checked.background and not checked.stream:
             log = await self._store.submit(spec.request_id, asked, keyed=keyed)
-            if log.events > 1:  # it was there
+            if log.events > 1:  # it was there before
                 return await self._object(spec.request_id, request)
-            return json_response(
-                (await writer(self._edge, checked, int(asked.created))).body([asked])
-            )
+            first = log.submitted or asked
+            writes = await writer(self._edge, checked, int(first.created))
+            return json_response(writes.body([first]))
         try:
             return await self._read(request, checked, asked, keyed=keyed)
         except Cancelled:
@@ -103,9 +103,10 @@ class StoredHttp:
 
         async def cancel() -> None:
             with contextlib.suppress(MeshError):
-                await self._store.cancel(request_id, owner)
+                if (await self._store.look(request_id, owner)).ended is None:
+                    self._edge.meter.cut("abandoned")
+                    await self._store.cancel(request_id, owner)
 
-        self._edge.meter.cut("abandoned")
         task = asyncio.get_running_loop().create_task(cancel())
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
