@@ -10,7 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tests.chaos.history import Asked, AtRest, Ended, How, Injected, Line, Told, Used
+from tests.chaos.history import (
+    Asked,
+    AtRest,
+    Ended,
+    How,
+    Injected,
+    Line,
+    Named,
+    Numbered,
+    Told,
+    Used,
+)
 
 FOREIGN_CHARS = 16  # of a text that is wrong: if another answer has them, they came from there
 
@@ -21,6 +32,7 @@ class Allowed(NamedTuple):
     cut: bool = False
     codes: frozenset[str] = frozenset()  # of errors
     later: bool = False  # those asked after it, too
+    stored: bool = False  # stored ones, too: they outlive their gateways
 
 
 class Violation(NamedTuple):
@@ -59,6 +71,9 @@ class Request:
     ends: list[Ended] = field(default_factory=list)
     told_at: list[float] = field(default_factory=list)
     after_end: int = 0
+    names: set[str] = field(default_factory=set)
+    numbers: list[int] = field(default_factory=list)  # of events
+    lasts: list[int] = field(default_factory=list)  # places of those that said it is over
 
     @property
     def how(self) -> How | None:
@@ -97,14 +112,11 @@ def check(lines: Iterable[Line], calm: Calm, allowed: Allowed | None = None) -> 
         found.append(Violation("not_injected", "", "the fault was never there"))
     for name, request in requests.items():
         excused = (
-            allowed is not None
-            and injected is not None
-            and (
-                request.under_way(injected.at) or (allowed.later and request.asked.at > injected.at)
-            )
+            allowed is not None and injected is not None and excuses(allowed, request, injected.at)
         )
         grace = allowed if excused and allowed is not None else Allowed()
         found += [Violation(rule, name, why) for rule, why in faults_of(request, calm, grace)]
+    found += _name_faults(requests.values())
     rest = next((line for line in reversed(lines) if isinstance(line, AtRest)), None)
     if rest is None:
         found.append(Violation("no_rest", "", "the mesh was never seen at rest"))
@@ -119,6 +131,13 @@ def check(lines: Iterable[Line], calm: Calm, allowed: Allowed | None = None) -> 
     )
 
 
+def excuses(allowed: Allowed, request: Request, at: float) -> bool:
+    """Whether `request` may be hurt by a fault that came at `at`."""
+    if request.asked.key and not allowed.stored:
+        return False
+    return request.under_way(at) or (allowed.later and request.asked.at > at)
+
+
 def fold(lines: Iterable[Line]) -> tuple[dict[str, Request], set[str]]:
     """The history by request, and names that were answered but never asked."""
     requests: dict[str, Request] = {}
@@ -126,7 +145,7 @@ def fold(lines: Iterable[Line]) -> tuple[dict[str, Request], set[str]]:
     for line in lines:
         if isinstance(line, Asked):
             requests[line.request] = Request(line)
-        elif isinstance(line, Told | Used | Ended):
+        elif isinstance(line, Told | Used | Named | Numbered | Ended):
             request = requests.get(line.request)
             if request is None:
                 strays.add(line.request)
@@ -135,16 +154,23 @@ def fold(lines: Iterable[Line]) -> tuple[dict[str, Request], set[str]]:
     return requests, strays
 
 
-def _take(request: Request, line: Told | Used | Ended) -> None:
+def _take(request: Request, line: Told | Used | Named | Numbered | Ended) -> None:
     if isinstance(line, Ended):
         request.ends.append(line)
         return
     request.after_end += bool(request.ends)
-    if isinstance(line, Used):
-        request.answer.used = line.prompt_tokens, line.completion_tokens
-    else:
-        request.answer.add(line)
-        request.told_at.append(line.at)
+    match line:
+        case Used():
+            request.answer.used = line.prompt_tokens, line.completion_tokens
+        case Told():
+            request.answer.add(line)
+            request.told_at.append(line.at)
+        case Named():
+            request.names.add(line.name)
+        case Numbered():
+            if line.last:
+                request.lasts.append(len(request.numbers))
+            request.numbers.append(line.number)
 
 
 def answers(lines: Iterable[Line]) -> Calm:
@@ -165,8 +191,38 @@ def faults_of(request: Request, calm: Calm, allowed: Allowed) -> Iterable[tuple[
     if request.after_end:
         yield "after_end", f"{request.after_end} deliveries after the end"
     yield from _text_faults(request, calm)
+    yield from _number_faults(request)
     if request.ends:
         yield from _end_faults(request, request.ends[0], calm, allowed)
+
+
+def _number_faults(request: Request) -> Iterable[tuple[str, str]]:
+    """Events of a stored answer are 0 to n-1, each once and in order, and the last says so."""
+    numbers = request.numbers
+    wrong = next((place for place, number in enumerate(numbers) if number != place), None)
+    if wrong is not None:
+        rule = "repeated" if numbers[wrong] < wrong else "skipped"
+        yield rule, f"event {numbers[wrong]} at place {wrong}"
+    ends = len(numbers) - 1
+    if any(place != ends for place in request.lasts):
+        yield "duplicated", f"the last event at {request.lasts} of {len(numbers)}"
+    if numbers and not request.lasts and request.how == "finished":
+        yield "truncated", f"{len(numbers)} events, and none is the last"
+
+
+def _name_faults(requests: Iterable[Request]) -> Iterable[Violation]:
+    """One key, one request; another key, another request."""
+    names: dict[str, set[str]] = {}
+    keys: dict[str, str] = {}
+    for request in requests:
+        key, name = request.asked.key, request.asked.request
+        known = names.setdefault(key, set())
+        known |= request.names
+        if len(known) > 1:
+            yield Violation("two_results", name, f"{sorted(known)} under one key")
+        for given in request.names:
+            if keys.setdefault(given, key) != key:
+                yield Violation("foreign", name, f"{given} is the request of another key")
 
 
 def _end_faults(
@@ -250,7 +306,7 @@ def gaps(requests: Iterable[Request], at: float) -> list[float]:
     longest = []
     for request in requests:
         times = request.told_at
-        streams = request.asked.way != "whole" and request.how == "finished"
+        streams = _streams(request) and request.how == "finished"
         if not streams or len(times) < 2 or not times[0] <= at <= times[-1]:
             continue
         longest.append(max(b - a for a, b in itertools.pairwise(times) if b > at))
@@ -262,5 +318,10 @@ def firsts(requests: Iterable[Request], at: float) -> list[float]:
     return [
         request.told_at[0] - request.asked.at
         for request in requests
-        if request.asked.at >= at and request.asked.way != "whole" and request.told_at
+        if request.asked.at >= at and _streams(request) and request.told_at
     ]
+
+
+def _streams(request: Request) -> bool:
+    """Whether it is told at once what is there: a stored one is written down before."""
+    return request.asked.way != "whole" and not request.asked.key

@@ -24,7 +24,8 @@ class Asked(Event, frozen=True, kw_only=True):
 
     request: str
     ask: str
-    way: str  # stream, whole, bus
+    way: str  # stream, whole, bus, …
+    key: str = ""  # of a stored request: those of one key are one request, with one answer
     may_fail: tuple[str, ...] = ()  # codes of errors that are the right answer to this request
 
 
@@ -45,6 +46,21 @@ class Used(Event, frozen=True, kw_only=True):
     request: str
     prompt_tokens: int
     completion_tokens: int
+
+
+class Named(Event, frozen=True, kw_only=True):
+    """What the mesh calls a stored request."""
+
+    request: str
+    name: str
+
+
+class Numbered(Event, frozen=True, kw_only=True):
+    """One event of a stored answer, with the number that the mesh gave it; `last` = its end."""
+
+    request: str
+    number: int
+    last: bool = False
 
 
 How = Literal["finished", "failed", "cancelled", "cut", "silent"]
@@ -81,7 +97,7 @@ class AtRest(Event, frozen=True, kw_only=True):
     leaks: tuple[str, ...] = ()
 
 
-Line = Asked | Told | Used | Ended | Injected | Healed | AtRest
+Line = Asked | Told | Used | Named | Numbered | Ended | Injected | Healed | AtRest
 
 
 class History:

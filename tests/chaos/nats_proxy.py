@@ -70,9 +70,10 @@ class MessageRule:
         """Whether the next message that matches is hit."""
         return self._rng.random() < self._share
 
-    def apply(self, link: "NatsLink", raw: bytes) -> list[bytes]:
+    def apply(self, link: "NatsLink", command: Command) -> list[bytes]:
         """What of the message goes on now; what goes later is seen to."""
         self.hits += 1
+        raw = command.raw
         match self.verb:
             case "drop":
                 return []
@@ -85,6 +86,24 @@ class MessageRule:
                 link.overtaken.append(raw)
                 link.send_overtaken_soon()
                 return []
+
+
+class LethalRule(MessageRule):
+    """Nobody gets a message on a subject like `pattern` that has `marker` in it: who was to read it
+    is among `readers`, to be ended.
+    """
+
+    def __init__(self, pattern: str, marker: bytes) -> None:
+        super().__init__("drop", pattern, share=1.0, seed=0)
+        self.readers: asyncio.Queue[str] = asyncio.Queue()
+        self._marker = marker
+
+    def matches(self, command: Command) -> bool:
+        return super().matches(command) and self._marker in command.raw
+
+    def apply(self, link: "NatsLink", command: Command) -> list[bytes]:
+        self.readers.put_nowait(command.subject.rpartition(".")[2])
+        return super().apply(link, command)
 
 
 class NatsLink:
@@ -136,7 +155,7 @@ class NatsProxy(Proxy):
             if self.rule is None or not self.rule.matches(command):
                 out.append(command.raw)
             elif self.rule.draws():
-                out += self.rule.apply(state, command.raw)
+                out += self.rule.apply(state, command)
             else:
                 out += [command.raw, *state.overtaken]
                 state.overtaken.clear()

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from tests.chaos.asks import Ask
 from tests.chaos.site import POLL_S, Site, Victim, state_of
-from tests.chaos.workload import Ask, Clients
+from tests.chaos.workload import Clients
 
 PROOF_S = 5.0  # for what was done to be seen
 

@@ -6,9 +6,9 @@ import socket
 from collections import Counter
 from urllib.parse import urlsplit
 
+from tests.chaos.asks import poison
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import POISON
-from tests.chaos.workload import poison
 
 FAULTS = {"nan": "nan_logits", "raise": "raised", "oom": "out_of_memory"}
 """What the engine counts of each kind that it survives."""

@@ -57,7 +57,7 @@ class Row(NamedTuple):
             str(len(self.rounds)),
             str(sum(verdict.requests for verdict in self.verdicts)),
             str(self.count("lost")),
-            str(self.count("duplicated", "repeated")),
+            str(self.count("duplicated", "repeated", "two_results")),
             str(self.count(*DIFFERENT)),
             str(ends["failed"] - self.count("untyped")),
             str(ends["cut"] + self.count("untyped")),

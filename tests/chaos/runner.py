@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from tests.chaos.asks import BEGINS_LATE, mixed, stored, streams
 from tests.chaos.checker import Calm, Verdict, answers, check
 from tests.chaos.history import AtRest, Healed, History, Injected
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import Held, Site
 from tests.chaos.table import Experiment
-from tests.chaos.workload import Clients, Lookups, mixed, streams
+from tests.chaos.workload import Clients, Lookups
 
 LANES = 4  # of mixed requests beside the streams, one after the other
 LEAVES = 0.2  # share of mixed requests whose client leaves
@@ -28,12 +29,13 @@ class Load(NamedTuple):
 
     streams: int = 16
     tokens: int = 250  # of each: five seconds, longer than any promised wait
-    mixed: int = 24  # different requests that the lanes choose from
+    stored: int = 5  # requests that outlive their gateways, as long as the streams
+    mixed: int = 33  # different requests that the lanes choose from
     patience_s: float = 60.0  # for any request to end
 
 
 FULL = Load()
-REAL_MODEL = Load(tokens=40, mixed=6, patience_s=600.0)
+REAL_MODEL = Load(tokens=40, mixed=11, patience_s=600.0)
 
 
 class Round(NamedTuple):
@@ -96,6 +98,7 @@ class Campaign:
         self._folder = folder
         self._patience_s = load.patience_s
         self._streams = streams(seed, load.streams, load.tokens)
+        self._streams += stored(seed, load.stored, load.tokens)
         self._mixed = mixed(seed, load.mixed)
         self._calm: Calm = {}
         self._baseline: dict[str, Held] = {}
@@ -159,7 +162,8 @@ class Campaign:
             load.append(asyncio.create_task(lookups.run(over)))
         fault = experiment.make()
         try:
-            await field.clients.wait_begun({ask.key for ask in self._streams}, self._patience_s)
+            begin = {ask.key for ask in self._streams if ask.way not in BEGINS_LATE}
+            await field.clients.wait_begun(begin, self._patience_s)
             await asyncio.sleep(field.rng.uniform(0, SPREAD_S))
             at = time.monotonic()
             proof = await fault.inject(field)
@@ -179,7 +183,7 @@ class Campaign:
         """One request after the other, also just after the fault; some clients leave early."""
         while not over.is_set():
             ask = rng.choice(self._mixed)
-            leaves = ask.way != "whole" and rng.random() < LEAVES
+            leaves = ask.way not in BEGINS_LATE and rng.random() < LEAVES
             await clients.ask(ask, leave_after=rng.randint(1, 12) if leaves else None)
         await clients.ask(rng.choice(self._mixed))
 

@@ -34,6 +34,8 @@ SIMULATED = (
     *(f"gpu_worker.sim.{kind}_id={id_}" for kind, id_ in POISON.items()),
 )
 REAL = ("--engine", "real", "gpu_worker.dtype=fp32")
+# Less than by default, so that it can be filled; and forgotten sooner, so that a long run does not.
+STORE = ("gateway.stored.bytes_max=67108864", "gateway.stored.age_s=300")
 POLL_S = 0.05
 ANSWERS_S = 0.3  # for all instances of a role to answer
 ENGINE = b"services.gpu_worker.engine"
@@ -71,7 +73,7 @@ class Site:
             listen=f"unix://{run_dir / 'proxy.sock'}",
             record=False,
         )
-        self._options = (*options, *TWO_OF_EACH, *RESTART, f"nats.port={port}")
+        self._options = (*options, *TWO_OF_EACH, *RESTART, *STORE, f"nats.port={port}")
         self.mesh = Mesh(run_dir)
 
     async def __aenter__(self) -> "Site":

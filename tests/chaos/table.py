@@ -13,12 +13,20 @@ from tests.chaos.nats_proxy import Verb
 from tests.chaos.nemesis import Both, Fault, Kill, Pause
 from tests.chaos.nemesis_clients import Leave, Poison, Stall
 from tests.chaos.nemesis_net import Bad, Flush, Full, Messages, Reset
+from tests.chaos.nemesis_stored import Lethal, StoreFull
 
 MAIN_ROUNDS = 10  # of 16 streams: 160 waits
 GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable"}))
-"""A plain stream ends with the connection to its gateway; on the bus, silence says so."""
+"""A plain stream ends with the connection to its gateway; on the bus, silence says so. A stored one
+does not.
+"""
 
-TYPED = Allowed(codes=frozenset({"unavailable", "internal_error", "overloaded"}), later=True)
+TYPED = Allowed(
+    # The last is what a response that failed has for a code, whatever was wrong with the mesh.
+    codes=frozenset({"unavailable", "internal_error", "overloaded", "server_error"}),
+    later=True,
+    stored=True,
+)
 """More than one process is gone: an error is allowed if it says so, to those who ask then, too.
 Silence and wrong text never are."""
 
@@ -78,6 +86,8 @@ def pauses() -> list[Experiment]:
         Experiment("pause", "kv_tier", lambda: Pause("kv_tier"), hold, gap_p99_s=0.5),
         Experiment("pause", "redis", lambda: Pause("redis"), hold, gap_p99_s=0.5, lookups=True),
         Experiment("pause", "gateway", lambda: Pause("gateway"), hold),
+        # Longer than a gateway may be silent before another adopts what it ran.
+        Experiment("pause 8 s", "gateway", lambda: Pause("gateway"), 8.0),
         Experiment("pause", "nats", lambda: Pause("nats"), 2.0),
         Experiment("pause all", "gpu_worker", lambda: Pause("gpu_worker", everyone=True), 3.0),
     ]  # fmt: skip
@@ -108,6 +118,7 @@ def network() -> list[Experiment]:
             "latency 50 ms", "redis link", lambda: Bad("redis", latency_s=0.05), 2.0, lookups=True
         ),
         Experiment("reset", "redis link", lambda: Reset("redis"), lookups=True),
+        Experiment("full", "store", StoreFull, 4.0),
         Experiment("flush", "redis", Flush, lookups=True),
         Experiment("full", "redis", Full, 2.0, lookups=True),
     ]
@@ -141,6 +152,8 @@ def clients() -> list[Experiment]:
         Experiment("poison: NaN", "engine", lambda: Poison("nan")),
         Experiment("poison: exception", "engine", lambda: Poison("raise")),
         Experiment("poison: out of memory", "engine", lambda: Poison("oom")),
+        Experiment("poison: read", "tokenizer", lambda: Lethal("tokenizer"), rounds=3),
+        Experiment("poison: read", "detokenizer", lambda: Lethal("detokenizer"), rounds=3),
         Experiment("leave", "8 clients", Leave),
         Experiment("stall", "a client", Stall),
     ]

@@ -11,17 +11,18 @@ from tests.chaos.site import SIMULATED, Site
 from tests.chaos.table import table
 
 SEED = int(os.environ.get("SEED", "1"))
-# `kill nats` and `reset gateway link` belong here as soon as a stream on the bus survives the loss
-# of a frame (`shared.client` raises `FramesLost`).
 SLICE = (
     "kill gpu_worker",
     "kill gpu_worker.engine",
     "pause gpu_worker",
     "kill detokenizer",
     "kill scheduler.leader",
+    "kill gateway",
+    "kill nats",
+    "reset gateway link",
     "duplicate to gateway",
 )
-SMALL = Load(streams=10, tokens=100, mixed=6)
+SMALL = Load(streams=10, tokens=100, mixed=11)
 
 
 @pytest.mark.timeout(300)

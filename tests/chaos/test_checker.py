@@ -15,6 +15,8 @@ from tests.chaos.history import (
     History,
     Injected,
     Line,
+    Named,
+    Numbered,
     Told,
     Used,
     read,
@@ -129,6 +131,63 @@ def ended(how: str, **fields: str) -> Edit:
 def test_a_broken_rule_is_named(rule: str, edit: Edit) -> None:
     """The violation bears the rule's name; histories that break more are not told apart here."""
     assert rule in {violation.rule for violation in judged(edit).violations}
+
+
+def stored() -> list[Line]:
+    """Two clients of one key, through the death of a gateway: one stays, one comes again."""
+    words = RIGHT.split(" ")
+    lines: list[Line] = [Injected(at=FAULT_AT, fault="kill", target="gateway", proof="pid gone")]
+    for request in ("r", "s"):
+        lines += [
+            Asked(at=1, request=request, ask="ours", way="kept", key="k"),
+            Named(at=2, request=request, name="chatcmpl-1"),
+            Numbered(at=2, request=request, number=0),
+            msgspec.structs.replace(told(RIGHT, 0, 5, "stop"), request=request),
+            Numbered(at=5, request=request, number=1),
+            Numbered(at=5, request=request, number=2, last=True),
+            Used(at=5, request=request, prompt_tokens=5, completion_tokens=len(words)),
+            Ended(at=6, request=request, how="finished"),
+        ]
+    return [*lines, AtRest(at=7)]
+
+
+def test_a_right_history_of_stored_requests_breaks_no_rule() -> None:
+    verdict = check(stored(), CALM, Allowed())
+    assert verdict.violations == []
+    assert (verdict.gaps_s, verdict.firsts_s) == ([], []), "what is written down first is no stream"
+
+
+@pytest.mark.parametrize(
+    ("rule", "edit"),
+    [
+        ("repeated", change(5, number=0)),
+        ("repeated", lambda lines: insert(6, lines[5])(lines)),
+        ("skipped", change(5, number=2)),
+        ("skipped", without(3)),
+        ("truncated", change(6, last=False)),
+        ("duplicated", change(5, last=True)),
+        ("duplicated", insert(7, Numbered(at=5, request="r", number=3, last=True))),
+        ("after_end", insert(9, Numbered(at=6.5, request="r", number=3))),
+        ("two_results", change(2, name="chatcmpl-2")),
+        ("two_results", insert(6, Named(at=5, request="r", name="chatcmpl-2"))),
+        ("foreign", change(1, key="another")),
+    ],
+)
+def test_a_broken_rule_of_stored_requests_is_named(rule: str, edit: Edit) -> None:
+    """Each event once, one end, one answer to one key."""
+    assert rule in {
+        violation.rule for violation in check(edit(stored()), CALM, Allowed()).violations
+    }
+
+
+@pytest.mark.parametrize("end", [{"how": "cut"}, {"how": "failed", "code": "unavailable"}])
+def test_a_stored_request_is_excused_only_where_that_is_said(end: dict[str, str]) -> None:
+    """The death of its gateway is an excuse for a plain stream, not for what outlives a gateway."""
+    allowed = Allowed(cut=True, codes=frozenset({"unavailable"}), later=True)
+    lines = change(8, **end)(stored())
+    verdict = check(lines, CALM, allowed)
+    assert [(v.rule, v.request) for v in verdict.violations] == [(end["how"], "r")]
+    assert check(lines, CALM, allowed._replace(stored=True)).violations == []
 
 
 def test_wrong_text_counts_whatever_the_end() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deploy.servers import Server
 from shared.nats_bus import NatsBus
 from shared.testing import eventually
-from tests.chaos.nats_proxy import Commands, MessageRule, NatsProxy, Verb
+from tests.chaos.nats_proxy import Commands, LethalRule, MessageRule, NatsProxy, Verb
 from tests.shared.proxy import Direction, Proxy, Weather
 
 CLIENT = [
@@ -97,6 +97,14 @@ async def test_a_rule_hits_messages_of_its_subjects_only(
     line.proxy.rule = None
     line.send("3")
     assert (await line.hears(len(heard) + 2))[-1] == "3"
+
+
+async def test_a_lethal_message_reaches_nobody_and_names_its_reader(line: Line) -> None:
+    """Other messages to the same reader pass."""
+    line.proxy.rule = rule = LethalRule("to.*", b"poison")
+    line.send("well", "with poison in it", "and well")
+    assert await line.hears(2) == ["well", "and well"]
+    assert (rule.hits, rule.readers.get_nowait(), rule.readers.empty()) == (1, "somebody", True)
 
 
 async def test_a_share_of_messages_is_hit_the_same_ones_for_a_seed(line: Line) -> None:

@@ -12,8 +12,9 @@ from aiohttp import web
 
 from deploy.servers import Server
 from shared.nats_bus import NatsBus
+from tests.chaos.asks import STORED_WAYS, Ask, mixed, stored, streams
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
-from tests.chaos.workload import Ask, Clients, mixed, streams
+from tests.chaos.workload import Clients
 
 CHUNK = '{"choices":[{"index":0,"text":" word","finish_reason":%s,"logprobs":null}]}'
 GOING, LAST = CHUNK % "null", CHUNK % '"stop"'
@@ -26,9 +27,11 @@ def test_the_same_seed_asks_the_same() -> None:
     """A run can be replayed; another seed asks something else."""
     assert streams(7, 6, 50) == streams(7, 6, 50) != streams(8, 6, 50)
     assert mixed(7, 12) == mixed(7, 12) != mixed(8, 12)
-    asks = [*streams(7, 6, 50), *mixed(7, 12)]
+    assert stored(7, 5, 50) == stored(7, 5, 50) != stored(8, 5, 50)
+    asks = [*streams(7, 6, 50), *stored(7, 5, 50), *mixed(7, 12)]
     assert len({ask.key for ask in asks}) == len(asks)
-    assert {ask.way for ask in asks} == {"stream", "whole", "bus"}
+    assert {ask.way for ask in asks} == {"stream", "whole", "bus", *STORED_WAYS}
+    assert {ask.way for ask in stored(7, 5, 50)} == STORED_WAYS
     assert all("seed" in ask.body for ask in asks), "or an answer is not a function of its request"
 
 

@@ -1,18 +1,14 @@
-"""What clients ask, and clients that ask it: each writes down what it sees, and judges nothing.
+"""Clients that ask, over HTTP and over the bus: each writes down what it sees, and judges nothing.
 
-An `Ask` is a request whose answer is a function of the request (greedy, or seeded), so that two
-runs of it can be compared. New ways to ask (stored requests, jobs on the bus) are one more method
-of `Clients`.
+A new way to ask is one more method of `Clients`, or of `StoredRequest` for what outlives a gateway.
 """
 
 import asyncio
 import contextlib
 import itertools
-import random
-import re
 import secrets
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,115 +20,10 @@ from shared.kv import HASH_SIZE
 from shared.messages import BlocksFound, LookupBlocks, encode
 from shared.nats_bus import NatsBus
 from shared.subjects import inbox
+from tests.chaos.asks import STORED_WAYS, TWICE, Ask
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
-
-WORDS = re.findall(
-    r"\w+",
-    "river stone lantern window garden copper winter signal harbor market engine planet thunder "
-    "velvet meadow anchor basket candle desert forest",
-)
-
-Way = Literal["stream", "whole", "bus"]
-
-
-class Ask(NamedTuple):
-    """One request that may be asked any number of times."""
-
-    key: str
-    way: Way
-    endpoint: Literal["chat", "completions"]
-    body: dict[str, Any]
-    may_fail: tuple[str, ...] = ()
-
-
-def streams(seed: int, count: int, tokens: int) -> list[Ask]:
-    """Streams of a known length, each with another prompt; every fifth over the bus."""
-    rng = random.Random(seed)
-    asks = []
-    for number in range(count):
-        body = {
-            "prompt": f"{sentence(rng, 12)} Story {seed}-{number}:",
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            **sampling(rng),
-        }
-        asks.append(
-            Ask(f"stream-{number}", "bus" if number % 5 == 4 else "stream", "completions", body)
-        )
-    return asks
-
-
-def mixed(seed: int, count: int) -> list[Ask]:
-    """Requests of all shapes in turn; shorter than `streams`."""
-    rng = random.Random(seed)
-    shapes = itertools.islice(itertools.cycle(SHAPES), count)
-    return [shape(rng, f"{shape.__name__}-{number}") for number, shape in enumerate(shapes)]
-
-
-def whole(rng: random.Random, key: str) -> Ask:
-    """A whole answer of two choices."""
-    body = {"prompt": f"{sentence(rng, 8)} {key}", "max_tokens": 40, "n": 2, **sampling(rng, 0.8)}
-    return Ask(key, "whole", "completions", body)
-
-
-def choices(rng: random.Random, key: str) -> Ask:
-    """Three choices in one stream, with logprobs."""
-    body = {"messages": chat(rng, key), "max_tokens": 60, "n": 3, "logprobs": True}
-    return Ask(key, "stream", "chat", body | {"top_logprobs": 2} | sampling(rng, 0.7))
-
-
-def stops(rng: random.Random, key: str) -> Ask:
-    """Ends at whichever of some letters comes first; they lie across tokens, too."""
-    body = {"prompt": f"{sentence(rng, 6)} {key}", "max_tokens": 200, "ignore_eos": True}
-    letters = rng.sample(["n t", "s a", "ight", "ould", "e co", "y w"], 3)
-    return Ask(key, "stream", "completions", body | {"stop": letters} | sampling(rng, 0.9))
-
-
-def logprobs(rng: random.Random, key: str) -> Ask:
-    """A stream that says how many tokens each delivery holds."""
-    body = {"prompt": f"{sentence(rng, 6)} {key}", "max_tokens": 80, "logprobs": 1}
-    return Ask(key, "stream", "completions", body | {"presence_penalty": 0.5} | sampling(rng))
-
-
-def prefill(rng: random.Random, key: str) -> Ask:
-    """A prompt of well over a thousand tokens."""
-    body = {"prompt": f"{key} {sentence(rng, 1200)}", "max_tokens": 24, **sampling(rng)}
-    return Ask(key, "stream", "completions", body)
-
-
-def bus_chat(rng: random.Random, key: str) -> Ask:
-    """A chat over NATS."""
-    return Ask(key, "bus", "chat", {"messages": chat(rng, key), "max_tokens": 60, **sampling(rng)})
-
-
-SHAPES: tuple[Callable[[random.Random, str], Ask], ...] = (
-    whole,
-    choices,
-    stops,
-    logprobs,
-    prefill,
-    bus_chat,
-)
-
-
-def poison(kind: str, token_id: int) -> Ask:
-    """A prompt that does `kind` to the simulated engine; it alone is to fail."""
-    body = {"prompt": [100, token_id, 200], "max_tokens": 8, "temperature": 0}
-    return Ask(
-        f"poison-{kind}", "stream", "completions", body, may_fail=("internal_error", "unavailable")
-    )
-
-
-def sampling(rng: random.Random, temperature: float = 0.0) -> dict[str, Any]:
-    return {"temperature": temperature, "seed": rng.getrandbits(31)}
-
-
-def sentence(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choice(WORDS) for _ in range(words))
-
-
-def chat(rng: random.Random, key: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{sentence(rng, 10)} {key}"}]
+from tests.chaos.reading import Refused, events, logprobs_of, text_of, unwrap
+from tests.chaos.workload_stored import Door, StoredRequest
 
 
 class Clients:
@@ -153,6 +44,7 @@ class Clients:
         self._nats = bus
         self._bus = Client(bus)
         self._history = history
+        self._door = Door(base_url, model, self._bus, history)
         self._numbers = itertools.count()
         self._begun: set[str] = set()  # keys of asks that have got something
         self._heard = asyncio.Event()
@@ -167,23 +59,35 @@ class Clients:
                 self._heard.clear()
                 await self._heard.wait()
 
-    async def ask(self, ask: Ask, *, leave_after: int | None = None) -> str:
-        """Ask to the end, or leave after so many deliveries; the name of the request."""
+    async def ask(self, ask: Ask, *, leave_after: int | None = None) -> None:
+        """Ask to the end, or leave after so many deliveries."""
+        key = secrets.token_hex(8) if ask.way in STORED_WAYS else ""
+        clients = 2 if ask.way in TWICE else 1
+        await asyncio.gather(*(self._ask(ask, key, leave_after) for _ in range(clients)))
+
+    async def _ask(self, ask: Ask, key: str, leave_after: int | None) -> None:
         request = f"{ask.key}#{next(self._numbers)}"
-        self._history.add(Asked(request=request, ask=ask.key, way=ask.way, may_fail=ask.may_fail))
+        self._history.add(
+            Asked(request=request, ask=ask.key, way=ask.way, key=key, may_fail=ask.may_fail)
+        )
         how: How = "silent"
         code, detail = "", f"no end within {self._patience_s:g} s"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience_s):
-                how, code, detail = await self._end_of(ask, request, leave_after)
+                how, code, detail = await self._end_of(
+                    self._chunks(ask, request, key), request, leave_after
+                )
         self._history.add(Ended(request=request, how=how, code=code, detail=detail))
-        return request
+
+    def _chunks(self, ask: Ask, request: str, key: str) -> AsyncGenerator[dict[str, Any]]:
+        if key:
+            return StoredRequest(self._door, ask, request, key).chunks()
+        return self._over_bus(ask) if ask.way == "bus" else self._over_http(ask)
 
     async def _end_of(
-        self, ask: Ask, request: str, leave_after: int | None
+        self, chunks: AsyncGenerator[dict[str, Any]], request: str, leave_after: int | None
     ) -> tuple[How, str, str]:
         """How it ended, the error's code, what was said."""
-        chunks = self._over_bus(ask) if ask.way == "bus" else self._over_http(ask)
         deliveries = 0
         try:
             async with contextlib.aclosing(chunks):
@@ -202,14 +106,14 @@ class Clients:
             return "cut", "", f"{type(error).__name__}: {error}"
         return "finished", "", ""
 
-    async def _over_bus(self, ask: Ask) -> AsyncIterator[dict[str, Any]]:
+    async def _over_bus(self, ask: Ask) -> AsyncGenerator[dict[str, Any]]:
         body = {**ask.body, "model": self._model, "stream_options": {"include_usage": True}}
         call = self._bus.chat if ask.endpoint == "chat" else self._bus.complete
         async with contextlib.aclosing(call(**body)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _over_http(self, ask: Ask) -> AsyncIterator[dict[str, Any]]:
+    async def _over_http(self, ask: Ask) -> AsyncGenerator[dict[str, Any]]:
         """Chunks of a stream, or the whole answer as the only one. Raises `Refused`."""
         path = "chat/completions" if ask.endpoint == "chat" else "completions"
         body = {**ask.body, "model": self._model}
@@ -223,15 +127,13 @@ class Clients:
                 yield unwrap(await response.read())
                 return
             ended = False
-            async for line in response.content:
-                if not line.startswith(b"data: "):
-                    continue
+            async for _, data in events(response.content):
                 if ended:
-                    raise Refused("", f"after its end the stream said {line[:80]!r}")
-                if line.startswith(b"data: [DONE]"):
+                    raise Refused("", f"after its end the stream said {data[:80]!r}")
+                if data == b"[DONE]":
                     ended = True
-                    continue
-                yield unwrap(line[len(b"data: ") :])
+                else:
+                    yield unwrap(data)
             if not ended:
                 raise ConnectionResetError("the stream ended without its end")
 
@@ -312,41 +214,3 @@ class Lookups:
         waiting = self._waiting[found.lookup_id]
         if not waiting.done():
             waiting.set_result(None)
-
-
-class Refused(Exception):
-    """An error of OpenAI's shape; `code` is "" if it has none."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-
-
-def unwrap(data: bytes) -> dict[str, Any]:
-    """The object in `data`; raises `Refused` for an error, also for what is no JSON."""
-    try:
-        body: dict[str, Any] = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        raise Refused("", f"not JSON: {data[:200]!r}") from None
-    if "error" in body:
-        error = body["error"]
-        raise Refused(error.get("code") or error.get("type") or "", error.get("message", ""))
-    return body
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    """What a choice says, in whatever shape."""
-    said = choice.get("delta") or choice.get("message") or {}
-    text: str = choice.get("text") or said.get("content") or ""
-    return text
-
-
-def logprobs_of(choice: dict[str, Any]) -> tuple[float, ...] | None:
-    """One number per token, in either shape; None when the answer has none."""
-    given = choice.get("logprobs")
-    if not given:
-        return None
-    if "content" in given:
-        return tuple(token["logprob"] for token in given["content"])
-    return tuple(given["token_logprobs"])
