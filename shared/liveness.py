@@ -2,19 +2,37 @@
 
 A watcher that slept knows nothing: a process whose own tick came late, or whose connection was
 down, restarts its clocks before it judges others, because the silence may have been its own.
+Nor does a deaf one: where nothing at all is heard, not even what the process itself says to
+everybody, the bus is silent, whatever the connection looks like.
 """
 
 TICK_S = 0.05  # how often an actor ticks its core
 LATE_S = 0.25  # a tick later than this means the watcher slept; must stay well below SILENCE_S
 SILENCE_S = 1.0  # a peer not heard for so long is dead; beats come every 0.1 or 0.25 s
+DEAF_S = 0.5  # nothing heard from anybody for so long is a silence of the bus: two own beats
 
 
 class Watcher:
-    """Says whether its owner was awake and connected since the last tick, so may judge others."""
+    """Says whether its owner was awake, connected and hearing, so may judge others."""
 
     def __init__(self) -> None:
         self.connected = True
         self._ticked_at: float | None = None
+        self._heard_at: float | None = None
+
+    def heard(self, now: float) -> bool:
+        """Call first for each message. True: restart every clock at `now`, because the bus was
+        silent until then.
+        """
+        first = not self.hears(now)
+        self._heard_at = now
+        return first
+
+    def hears(self, now: float) -> bool:
+        """Whether anything came lately, from anybody. To judge others by it, an owner must listen
+        to its own beats: else it takes the end of all others for a silence of the bus.
+        """
+        return self._heard_at is not None and now - self._heard_at < DEAF_S
 
     def slept(self, now: float) -> bool:
         """Call first in each tick. True: restart every clock at `now` before judging anybody."""

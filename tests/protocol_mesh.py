@@ -103,6 +103,7 @@ class Mesh:
         self.rng = random.Random(seed)
         self.now = 1000.0
         self.noise = Noise()
+        self.bus_stands_until = 0.0  # what is sent before arrives then, in order
         self.muted: set[tuple[str, str]] = set()  # (instance, role that does not hear it)
         self.clients: list[Client] = []
         self.sent = 0
@@ -123,8 +124,9 @@ class Mesh:
 
     # --- time ---
 
-    def after(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + delay, next(self._order), action))
+    def after(self, delay: float, action: Callable[[], None], not_before: float = 0.0) -> None:
+        at = max(self.now, not_before) + delay
+        heapq.heappush(self._events, (at, next(self._order), action))
 
     def advance(self, seconds: float) -> None:
         until = self.now + seconds
@@ -334,13 +336,13 @@ class Mesh:
                 self._send(node, payload)
 
     def _send(self, node: Node, payload: bytes) -> None:
-        noise, draw = self.noise, self.rng.random
+        noise, draw, stands_until = self.noise, self.rng.random, self.bus_stands_until
         if draw() < noise.lose:
             return
         instance = node.instance
         for _ in range(2 if draw() < noise.duplicate else 1):
             late = draw() * noise.delay_s if draw() < noise.delay else 0.0
-            self.after(HOP_S + late, lambda: self._arrive(node, instance, payload))
+            self.after(HOP_S + late, lambda: self._arrive(node, instance, payload), stands_until)
 
     def _arrive(self, node: Node, instance: str, payload: bytes) -> None:
         if not node.alive or node.instance != instance or node.cut:
@@ -377,7 +379,8 @@ class Mesh:
     def calm(self) -> bool:
         """Every process is up, awake and connected, and the bus is quiet."""
         nodes = all(node.alive and not node.paused and not node.cut for node in self.nodes)
-        return nodes and self.noise == Noise() and not self.muted
+        quiet = self.noise == Noise() and not self.muted and self.now >= self.bus_stands_until
+        return nodes and quiet
 
     def ended(self) -> bool:
         return all(client.end is not None for client in self.clients)

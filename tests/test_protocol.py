@@ -147,6 +147,11 @@ def outage(mesh: Mesh, rng: random.Random) -> None:
         mesh.cut(node, 1.0 + rng.uniform(0.0, 0.26), noticed=True)
 
 
+def pause_bus(mesh: Mesh, rng: random.Random) -> None:
+    """Every connection stays up and carries nothing for a while: SIGSTOP of the server."""
+    mesh.bus_stands_until = mesh.now + rng.uniform(0.3, 2.9)
+
+
 def noise(mesh: Mesh, rng: random.Random) -> None:
     mesh.noise = Noise(lose=0.04, duplicate=0.1, delay=0.1)
 
@@ -219,6 +224,7 @@ FAULTS: dict[str, Fault] = {
     "rolling_restart": rolling_restart,
     "there_and_back": there_and_back,
     "outage": outage,
+    "bus_paused": pause_bus,
     "noise": noise,
 }
 HARD = {"noise"}  # losing 4 % of everything may use up three tries of a tokenizer
@@ -249,6 +255,13 @@ def test_single_faults(kind: str) -> None:
     for seed in range(2):
         print(f"{kind} {seed}")  # which schedule to replay
         run_schedule([kind], seed)
+
+
+def test_a_bus_that_stands_still_moves_no_leg() -> None:
+    """Nothing was lost and nobody died, so nothing is driven again, however long it took."""
+    for seed in range(6):
+        print(seed)
+        assert set(run_schedule(["bus_paused"], seed)) == {""}
 
 
 def test_pairs_of_faults() -> None:

@@ -103,6 +103,6 @@ class Redrives:
         return touched
 
     def restart(self, now: float) -> None:
-        """We slept or were cut off: an `Accepted` may still be on its way to us."""
+        """We slept, were cut off or deaf: an `Accepted` may still be on its way to us."""
         for leg in self._unaccepted:
             leg.due = max(leg.due, now + leg.resend_s)

@@ -166,6 +166,8 @@ class SessionTable:
     def receive(self, message: ToGateway, now: float) -> None:
         """Take one message; strangers, duplicates and lower epochs are dropped."""
         self._tokenizing.heard_at = now
+        if self._watcher.heard(now):
+            self._redrives.restart(now)
         match message:
             case TextDelta():
                 for record in message.records:
@@ -180,9 +182,8 @@ class SessionTable:
                 self._on_renewed(message, now)
             case Beacon():
                 self._on_beacon(message, now)
-            case Beat():
-                if message.role == "tokenizer":
-                    self._tokenizing.beat(message, now)
+            case Beat(role="tokenizer"):
+                self._tokenizing.beat(message, now)
             case Died() | Lost():
                 self._on_gone(message, now)
             case Detokenized():
@@ -199,8 +200,9 @@ class SessionTable:
             return
         for request_id, error in self._tokenizing.tick(now):
             self._end(self._sessions[request_id], error)
-        for session in self._redrives.send_due(now):
-            self._end_if_finished(session)
+        if self._watcher.hears(now):  # else a Submit is held up as well, not lost
+            for session in self._redrives.send_due(now):
+                self._end_if_finished(session)
         for session, leg in self._renewals.ask(self._sessions.values(), now):
             self._redrive(session, leg, "unanswered", now)
 

@@ -45,9 +45,9 @@ RETRY_AFTER_MAX_S = 60.0
 class SchedulerCore:
     """`SchedulerCore(instance, pool, SchedulerConfig(), now)`: one scheduler, leading or standby.
 
-    The owner passes every `ToScheduler` message to `receive` (beats of all roles, beacons of the
-    pool, `Died`), calls `tick` every 50 ms, says when its connection goes and comes, and publishes
-    `outbox`.
+    The owner passes every `ToScheduler` message to `receive` (beats of all roles, its own included,
+    beacons of the pool, `Died`), calls `tick` every 50 ms, says when its connection goes and comes,
+    and publishes `outbox`.
     """
 
     def __init__(self, instance: str, pool: str, config: SchedulerConfig, now: float) -> None:
@@ -91,6 +91,9 @@ class SchedulerCore:
 
     def receive(self, message: ToScheduler, now: float) -> None:
         """Take one message."""
+        if self._watcher.heard(now):
+            self.counters["hearing_began"] += 1
+            self.slept(now)
         match message:
             case Submit():
                 self._submit(message, now)
@@ -116,8 +119,8 @@ class SchedulerCore:
         """Judge what time has made true: our own sleep first."""
         if self._watcher.slept(now):
             self.slept(now)
-        if not self._watcher.connected:
-            return
+        if not self._watcher.connected or not self._watcher.hears(now):
+            return  # a deaf leader does not show itself either: a standby that hears should lead
         for gone in self.peers.tick(now):
             self._tell_gone(gone, now)
         if self._leadership.tick(now):

@@ -1,6 +1,6 @@
 """Silence is judged by those who were awake to hear."""
 
-from shared.liveness import LATE_S, SILENCE_S, TICK_S, LastHeard, Watcher
+from shared.liveness import DEAF_S, LATE_S, SILENCE_S, TICK_S, LastHeard, Watcher
 
 
 def test_a_late_tick_means_that_the_watcher_slept() -> None:
@@ -15,6 +15,24 @@ def test_a_late_tick_means_that_the_watcher_slept() -> None:
 def test_sleep_shows_before_any_death_can_be_believed() -> None:
     """A watcher that was away for as long as a death takes always knows that it was away."""
     assert TICK_S + LATE_S < SILENCE_S
+
+
+def test_who_has_heard_nobody_for_a_while_hears_nothing() -> None:
+    """One word of anybody ends it, and says once that the clocks begin there."""
+    watcher = Watcher()
+    assert not watcher.hears(100.0)
+    assert watcher.heard(100.0)
+    assert not watcher.heard(100.0 + DEAF_S - 0.01)
+    assert watcher.hears(100.0 + DEAF_S)
+    assert not watcher.hears(101.0)
+    assert watcher.heard(101.0)
+    assert watcher.hears(101.0)
+
+
+def test_deafness_shows_before_any_death_can_be_believed() -> None:
+    """Peers that beat four times a second fall silent for a deaf watcher after it knows."""
+    slowest_beat_s = 0.25
+    assert SILENCE_S - slowest_beat_s > DEAF_S
 
 
 def test_a_peer_is_silent_after_the_bound_and_until_it_is_heard() -> None:

@@ -42,6 +42,20 @@ def test_lack_of_accepted_is_sent_again_under_a_fresh_epoch(rig: Rig) -> None:
     assert rig.sent(Submit) == []
 
 
+def test_a_submit_is_not_sent_again_while_nothing_is_heard(rig: Rig) -> None:
+    """The bus holds up the Submit, its answer and everything else; a re-drive would add to it."""
+    rig.open()
+    rig.tokenize()
+    rig.pass_time(0.1)
+    rig.sent()
+    rig.pass_time(2.0, beating=())
+    assert len(rig.sent(Submit)) == 1, "sent again before the silence was noticed"
+    rig.pass_time(0.9)
+    assert rig.sent(Submit) == [], "the answer has no time to come"
+    rig.pass_time(0.2)
+    assert len(rig.sent(Submit)) == 1
+
+
 def test_not_leader_waits_for_a_beacon(rig: Rig) -> None:
     """A new leader's beacon takes unanswered and queued legs to it at once."""
     rig.open()

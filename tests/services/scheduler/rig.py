@@ -16,6 +16,8 @@ from shared.messages import (
 )
 from shared.sampling import SamplingParams
 
+OWN_BEAT = Beat(instance="s", role="scheduler", seq=1)
+
 
 class Rig:
     """One scheduler alone with this test; `beat` makes workers and detokenizers."""
@@ -24,6 +26,7 @@ class Rig:
         self.now = 100.0
         self.core = SchedulerCore("s", "p", SchedulerConfig(**config), self.now)
         self.alive: dict[str, Beat] = {}
+        self.say(OWN_BEAT)
 
     def lead(self, *names: str) -> "Rig":
         """In office, with these peers (w* = worker, d* = detokenizer) alive."""
@@ -51,12 +54,18 @@ class Rig:
         self.core.receive(message, self.now)
 
     def pass_time(self, seconds: float) -> None:
-        """Tick through it while everybody in `alive` beats."""
+        """Tick through it while everybody in `alive` beats, as the scheduler itself does."""
+        until = self.now + seconds
+        while self.now < until:
+            for beat in (OWN_BEAT, *self.alive.values()):
+                self.say(beat)
+            self.pass_silence(min(0.05, until - self.now))
+
+    def pass_silence(self, seconds: float) -> None:
+        """Tick through it while nothing is heard, not even the scheduler by itself."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(self.now + 0.05, until)
-            for beat in self.alive.values():
-                self.say(beat)
             self.core.tick(self.now)
 
     def sent(self, kind: type[Message] | None = None) -> list[Any]:
