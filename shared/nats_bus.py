@@ -70,8 +70,7 @@ class _Client(Client):
         self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None
     ) -> None:
         """Called by the parser for each message, in the order of the wire."""
-        handler = self.handlers.get(sid)
-        if handler is None:
+        if (handler := self.handlers.get(sid)) is None:
             return
         if headers and not data and headers.startswith(b"NATS/1.0 503"):
             self.no_responders(subject.decode())
@@ -216,7 +215,6 @@ class NatsBus:
             await asyncio.sleep(RECONNECT_FIRST_S)
         bus._up = True
         bus._watchdog = asyncio.create_task(bus._watch())
-        await bus.subscribe(f"{bus._inbox}.*", bus._answered)
         return bus
 
     async def _open(self, url: str, **options: Any) -> None:
@@ -263,12 +261,7 @@ class NatsBus:
 
     async def subscribe(self, subject: str, handler: Handler, queue: str = "") -> NatsSub:
         """Raises `DeadlineExceeded` when the server does not confirm."""
-        client = self._client
-        client._sid += 1  # the client's counter of subscriptions: `_subs` is replayed on reconnect
-        sid = client._sid
-        client.handlers[sid] = handler
-        client._subs[sid] = NatsSubscription(client, sid, subject, queue=queue)
-        client.queue(f"SUB {subject} {queue} {sid}\r\n".encode())
+        sid = self._subscribe(subject, handler, queue)
         try:
             await self.flush()
         except DeadlineExceeded:
@@ -279,7 +272,9 @@ class NatsBus:
     async def request(
         self, subject: str, payload: bytes, timeout_s: float, headers: Headers = None
     ) -> Delivery:
-        inbox = f"{self._inbox}.{next(self._numbers)}"
+        if (number := next(self._numbers)) == 0:  # not before: outsiders may not listen there
+            self._subscribe(f"{self._inbox}.*", self._answered)
+        inbox = f"{self._inbox}.{number}"
         answer: asyncio.Future[Delivery] = asyncio.get_running_loop().create_future()
         self._requests[inbox] = answer
         try:
@@ -327,6 +322,14 @@ class NatsBus:
         self._client.abort()  # of a reconnect that was half way
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _subscribe(self, subject: str, handler: Handler, queue: str = "") -> int:
+        client = self._client
+        sid = client._sid = client._sid + 1  # its counter; on reconnect it replays `_subs`
+        client.handlers[sid] = handler
+        client._subs[sid] = NatsSubscription(client, sid, subject, queue=queue)
+        client.queue(f"SUB {subject} {queue} {sid}\r\n".encode())
+        return sid
 
     async def _unsubscribe(self, sid: int) -> None:
         """What the server had sent before it knew is still handled (D4)."""

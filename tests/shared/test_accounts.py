@@ -61,6 +61,17 @@ async def outsider(server: Server) -> AsyncIterator[Outsider]:
         await who.client.close()
 
 
+async def test_the_bus_of_an_outsider_asks_for_nothing_it_is_refused(nats_server: Server) -> None:
+    """It listens for answers among insiders from its first request on, and makes none."""
+    user, password = nats_server.public_user, nats_server.public_password
+    bus = await NatsBus.connect(nats_server.url, user, password, name="outsider")
+    try:
+        await bus.flush()
+        assert bus.counters["errors"] == 0
+    finally:
+        await bus.close()
+
+
 @pytest.mark.parametrize("subject", [GENERATE, REPLAY, JOBS])
 async def test_one_submission_many_answers(nats_server: Server, subject: str) -> None:
     """An outsider's inbox hears a thousand answers, in order, from the one gateway of two that
