@@ -188,8 +188,7 @@ class EngineCore:
         leg.send_again_from(num_delivered)
         self.counters["legs_adopted"] += 1
         self._reports.started(leg, leg.sequence.num_cached_tokens, adopted=True)
-        if leg.has_news:
-            self._reports.new_ids(leg, now)
+        self._reports.new_ids(leg, now)
         if leg.end:
             self._legs.finish(leg, now)
             self._report_end(leg, leg.end)

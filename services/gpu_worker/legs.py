@@ -12,6 +12,7 @@ from shared.sampling import TextParams
 LegKey = tuple[str, int]  # request_id, choice
 
 _SILENCE_S = 2.0  # a detokenizer may have dropped a leg after this long: send the context again
+_RECORD_IDS_MAX = 256  # with 20 logprobs of long tokens: 1 MB as text; the bus takes 8 MB
 _PROMPT_TAIL = 8  # ids that a detokenizer needs to join text to the prompt's
 
 
@@ -54,9 +55,14 @@ class Leg:
         self.spoke_at = float("-inf")
 
     def take_record(self, now: float) -> StepRecord:
-        """The ids that were not sent yet, with the text context where the reader may lack it."""
+        """The next ids that were not sent yet, with the text context where the reader may lack it.
+        Call it while the leg `has_news`: what a re-drive asks for again may take several records.
+        """
         sequence, index = self.sequence, self.num_sent
-        wants_logprobs = sequence.sampling.logprobs is not None
+        upto = min(len(sequence.output_ids), index + _RECORD_IDS_MAX)
+        logprobs = None
+        if wants_logprobs := sequence.sampling.logprobs is not None:
+            logprobs = self.logprobs[index - self.first_index : upto - self.first_index]
         context = None
         if now - self.spoke_at > _SILENCE_S:
             context = TextContext(
@@ -65,7 +71,7 @@ class Leg:
                 text=self.text,
                 logprobs=wants_logprobs,
             )
-        self.num_sent = len(sequence.output_ids)
+        self.num_sent = upto
         self.spoke_at = now
         return StepRecord(
             request_id=self.key[0],
@@ -73,9 +79,9 @@ class Leg:
             epoch=self.epoch,
             gateway=self.gateway,
             index=index,
-            ids=pack_ids(sequence.output_ids[index:]),
-            end=self.end,
-            logprobs=self.logprobs[index - self.first_index :] if wants_logprobs else None,
+            ids=pack_ids(sequence.output_ids[index:upto]),
+            end="" if self.has_news else self.end,
+            logprobs=logprobs,
             context=context,
             prompt_logprobs=None if index else self._prompt_logprobs(),
         )

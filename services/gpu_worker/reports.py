@@ -6,6 +6,7 @@ from typing import NamedTuple
 from services.gpu_worker.legs import Leg, LegKey
 from shared.core import Outbox
 from shared.errors import InvalidRequest, MeshError
+from shared.ids import count_ids
 from shared.messages import (
     Ended,
     EndedLeg,
@@ -74,18 +75,19 @@ class Reports:
 
     def new_ids(self, leg: Leg, now: float) -> None:
         """Report the ids of `leg` that were not sent yet."""
-        self._records[leg.detokenizer].append(leg.take_record(now))
+        while leg.has_news:
+            self._records[leg.detokenizer].append(leg.take_record(now))
 
     def ended(self, scheduler: str, leg: EndedLeg) -> None:
         self._ended[scheduler].append(leg)
 
     def flush(self, step: int) -> None:
-        """One `StepDone` per detokenizer and one `Ended` per scheduler. A record with the logprobs
-        of a whole prompt goes alone: several could be too large for the bus.
+        """One `StepDone` per detokenizer and one `Ended` per scheduler. A record of many ids, or
+        with the logprobs of a whole prompt, goes alone: several could be too large for the bus.
         """
         for detokenizer, records in self._records.items():
-            parts = [[record] for record in records if record.prompt_logprobs is not None]
-            if rest := [record for record in records if record.prompt_logprobs is None]:
+            parts = [[record] for record in records if _is_large(record)]
+            if rest := [record for record in records if not _is_large(record)]:
                 parts.append(rest)
             for part in parts:
                 done = StepDone(worker=self._instance, step=step, records=part)
@@ -94,3 +96,7 @@ class Reports:
             self._outbox.put(inbox(scheduler), Ended(worker=self._instance, legs=legs))
         self._records.clear()
         self._ended.clear()
+
+
+def _is_large(record: StepRecord) -> bool:
+    return count_ids(record.ids) > 1 or record.prompt_logprobs is not None

@@ -3,14 +3,19 @@
 import msgspec
 import pytest
 
+from services.detokenizer.legs import DetokenizerLegs
 from shared.ids import pack_ids, unpack_ids
 from shared.messages import (
     Beacon,
     Cancel,
     StepDone,
+    TextDelta,
+    encode,
 )
 from shared.sampling import SamplingParams
 from shared.subjects import inbox
+from shared.testing import MAX_PAYLOAD
+from shared.vocabulary import Vocabulary
 from tests.services.gpu_worker.engine_kit import PROMPT, SIM, Worker, truth
 
 
@@ -65,6 +70,35 @@ def test_adopting_sends_the_logprobs_again() -> None:
     again = worker.take()
 
     assert again.records[0].logprobs == [lp for r in first.records[2:] for lp in r.logprobs or []]
+
+
+def test_a_long_answer_with_logprobs_is_sent_again_in_parts_that_the_bus_takes() -> None:
+    """Nothing of it has arrived; in one piece it would be refused at every re-drive. The reader has
+    its context once, its end last, and all of it in order.
+    """
+    sampling = SamplingParams(max_tokens=3000, seed=7, logprobs=20)
+    worker = Worker(msgspec.structs.replace(SIM, num_blocks=200, max_model_len=3200))
+    worker.run(sampling=sampling)
+    while worker.core.step(worker.now):
+        pass
+    ids = worker.take().ids
+    worker.run(epoch=2, sampling=sampling)
+    reader = DetokenizerLegs("d-1", Vocabulary([b"%070d" % i for i in range(1000)]))
+    records = []
+    for envelope in worker.core.outbox.take():
+        if isinstance(envelope.message, StepDone):
+            assert len(encode(envelope.message)) < MAX_PAYLOAD / 4
+            records += envelope.message.records
+            reader.receive(envelope.message, worker.now)
+    deltas = [envelope.message for envelope in reader.outbox.take()]
+
+    assert sum(len(encode(delta)) for delta in deltas) > MAX_PAYLOAD
+    assert all(len(encode(delta)) < MAX_PAYLOAD / 4 for delta in deltas)
+    assert [record.context is not None for record in records] == [True] + [False] * 11
+    texts = [text for delta in deltas if isinstance(delta, TextDelta) for text in delta.records]
+    assert [i for text in texts for i in unpack_ids(text.ids)] == ids
+    assert [len(text.logprobs or []) for text in texts] == [256] * 11 + [184]
+    assert [text.finish_reason for text in texts] == [""] * 11 + ["length"]
 
 
 def test_logprobs_that_the_worker_never_had_are_computed_anew() -> None:
