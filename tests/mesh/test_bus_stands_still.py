@@ -1,0 +1,37 @@
+"""The bus stands still while every connection stays up: nobody has died, so nobody is moved."""
+
+import asyncio
+import os
+import signal
+
+from tests.mesh.cluster import Mesh
+from tests.mesh.test_failover import answer
+
+STANDS_S = 2.0  # twice as long as a death takes; connections are given up after three seconds
+
+
+async def test_a_paused_nats_delays_streams_and_moves_none(sim_mesh: Mesh) -> None:
+    """SIGSTOP of the server under 8 streams: all finish with the text of a calm run, on the workers
+    where they began.
+    """
+    async with sim_mesh.client() as client:
+        calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
+        (nats,) = sim_mesh.processes("nats")
+        under_way = asyncio.Semaphore(0)
+        streams = [
+            asyncio.create_task(answer(client, sim_mesh.model, n, under_way=under_way))
+            for n in range(8)
+        ]
+        for _ in streams:
+            await under_way.acquire()
+        os.kill(nats["pid"], signal.SIGSTOP)
+        await asyncio.sleep(STANDS_S)
+        ended = sum(stream.done() for stream in streams)
+        os.kill(nats["pid"], signal.SIGCONT)
+        stood = await asyncio.gather(*streams)
+
+    assert ended == 0, "the fault did not hit all of them"
+    assert stood == calm
+    assert (await sim_mesh.metrics()).get("shoal:redrives_total", 0) == 0
+    assert sim_mesh.restarts() == 0
+    await sim_mesh.quiet()
