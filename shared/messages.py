@@ -130,6 +130,7 @@ class Submit(Leg, frozen=True, kw_only=True):
     last_worker: str = ""
     alone: bool = False  # poison rule: run with no batch-mates
     deadline_ms: int = 0
+    failed_worker: str = ""  # the leg failed there: any other one first
 
 
 class Accepted(Leg, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from shared.errors import MeshError
 from shared.ids import count_ids, pack_ids, unpack_ids
 from shared.messages import (
     Cancel,
+    Failed,
     Generate,
     RenewedLeg,
     Submit,
@@ -44,6 +45,7 @@ Cause = Literal[
     "moved",  # RouteLost by a drain, or by a detokenizer that lacks ids
     "refused",  # retryable Failed before `Started`
     "failed",  # retryable Failed after `Started`
+    "fault",  # the same, and it was the model that failed on this very leg
     "worker_death",
     "detokenizer_death",
     "hang",
@@ -54,10 +56,21 @@ ROUTE_LOST: dict[str, Cause] = {
     "detokenizer_lost": "detokenizer_death",
 }
 """Reasons of `RouteLost` that are a death or a hang; all others are `moved`."""
-ATTEMPTS: frozenset[Cause] = frozenset({"failed", "worker_death", "detokenizer_death", "hang"})
+ATTEMPTS: frozenset[Cause] = frozenset(
+    {"failed", "fault", "worker_death", "detokenizer_death", "hang"}
+)
 UNCOUNTED: frozenset[Cause] = frozenset({"leader", "resend"})
 
 Verdict = Literal["deliver", "drop", "gap"]
+
+
+def cause_of(failed: Failed) -> Cause:
+    """What a retryable failure is to its leg."""
+    internal = failed.code == "internal"
+    if failed.started:
+        return "fault" if internal else "failed"
+    # A process fell over this very leg, and others must not for the rest of its time.
+    return "failed" if internal else "refused"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +88,7 @@ class Leg:
     detokenizer: str = ""
     last_worker: str = ""  # who ran an earlier epoch
     last_epoch: int = 0  # that earlier epoch
+    failed_worker: str = ""  # who failed on the leg last
     due: float = 0.0  # of a pending Submit, or of the re-send of an unanswered one
     resend_s: float = RESEND_S
     fruitless: int = 0  # re-drives in a row without a new id
@@ -117,7 +131,8 @@ class Leg:
     def plan(self, cause: Cause, now: float, jitter_s: float) -> bool:
         """Make a Submit due because of `cause`. False when the leg has used up its attempts."""
         if cause in ATTEMPTS:
-            self.attempts += 1
+            # A fault is most likely a function of the ids: it is tried twice more, not four times.
+            self.attempts += 2 if cause == "fault" else 1
             self.deaths += cause == "worker_death"
             if self.attempts > ATTEMPTS_MAX or self.poisonous:
                 return False
@@ -126,7 +141,8 @@ class Leg:
             if self.fruitless:
                 wait = min(BACKOFF_S * 2 ** min(self.fruitless - 1, 5), BACKOFF_MAX_S)
             self.fruitless += 1
-        if cause == "failed":  # not there again
+        if cause in ("failed", "fault"):  # not there again
+            self.failed_worker = self.worker or self.failed_worker
             self.worker = self.last_worker = ""
         self.state = "pending"
         self.due = now + wait + jitter_s
@@ -312,6 +328,7 @@ class Session:
             last_worker=leg.last_worker,
             alone=leg.deaths >= DEATHS_BEFORE_ALONE,
             deadline_ms=self.remaining_ms(now),
+            failed_worker=leg.failed_worker,
         )
 
     def cancel(self, leg: Leg, epoch: int, reason: str) -> Cancel:

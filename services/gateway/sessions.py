@@ -12,7 +12,7 @@ from services.gateway.clocks import Deadlines, Renewals
 from services.gateway.events import Emit, Resume, SessionSpec
 from services.gateway.peers import Leader
 from services.gateway.redrives import Redrives
-from services.gateway.session import ROUTE_LOST, Cause, Leg, Session
+from services.gateway.session import ROUTE_LOST, Cause, Leg, Session, cause_of
 from services.gateway.tokenizing import Tokenizing
 from shared.core import Outbox
 from shared.errors import ERRORS, Cancelled, DeadlineExceeded, MeshError, Overloaded
@@ -308,9 +308,7 @@ class SessionTable:
         if found is None or found[1].epoch != message.epoch or found[1].state == "ended":
             return
         if message.retryable:
-            # `internal`: a process fell over this very leg, and must not for the rest of its time.
-            fell = message.started or message.code == "internal"
-            self._redrive(session, found[1], "failed" if fell else "refused", now, error)
+            self._redrive(session, found[1], cause_of(message), now, error)
         else:
             self._end(session, error)
 

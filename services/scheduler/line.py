@@ -117,7 +117,7 @@ class Line:
         detokenizer = choose_detokenizer(self._peers.detokenizers.values())
         if worker is None or detokenizer is None or not worker.placeable:
             return False
-        if worker.alone not in (None, entry.key):
+        if worker.alone not in (None, entry.key) or preferred == entry.need.avoid:
             return False
         self._run(entry, worker, detokenizer, now)
         return True

@@ -22,6 +22,7 @@ class Need(NamedTuple):
     prefill_tokens: int
     tokens: int  # ids that room is kept for
     tokens_max: int  # prompt and output, if it runs to its limit
+    avoid: str = ""  # a worker that is the last choice
 
     def blocks(self, block_size: int) -> int:
         return -(-self.tokens // block_size) if block_size else 0
@@ -35,13 +36,16 @@ def need_of(submit: Submit) -> Need:
         prefill_tokens=prompt + output,
         tokens=prompt + output + min(remaining, OUTPUT_TOKENS_GUESS),
         tokens_max=prompt + submit.sampling.max_tokens,
+        avoid=submit.failed_worker,
     )
 
 
 def choose_worker(
     workers: Iterable[Peer], need: Need, prefill_steps: float, *, alone: bool = False
 ) -> Peer | None:
-    """The cheapest worker with room; for a suspect, one that is empty or has had only suspects."""
+    """The cheapest worker with room, the one to avoid only if there is no other; for a suspect, one
+    that is empty or has had only suspects.
+    """
     fitting = [
         worker
         for worker in workers
@@ -53,7 +57,11 @@ def choose_worker(
             or ((worker.quarantine or not alone) and _has_room(worker, need, prefill_steps))
         )
     ]
-    return min(fitting, key=lambda worker: (_cost(worker, need), worker.instance), default=None)
+    return min(
+        fitting,
+        key=lambda w: (w.instance == need.avoid, _cost(w, need), w.instance),
+        default=None,
+    )
 
 
 def choose_detokenizer(detokenizers: Iterable[Peer]) -> Peer | None:

@@ -55,6 +55,7 @@ SUBMIT = m.Submit(
     last_worker="w",
     alone=True,
     deadline_ms=1000,
+    failed_worker="w",
 )
 CHAT = m.ChatPrompt(
     messages=[{"role": "user", "content": "hi"}],

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from services.gateway.sessions import Limits
+from shared.errors import Code
 from shared.ids import pack_ids
 from shared.messages import (
     Accepted,
@@ -190,6 +191,21 @@ def test_a_leg_that_fells_whoever_takes_it_ends(rig: Rig) -> None:
         rig.say(failed)
         assert epoch == 5 or rig.resubmitted().epoch == epoch + 1
     assert rig.error_code() == "internal"
+
+
+@pytest.mark.parametrize(("code", "runs"), [("internal", 3), ("unavailable", 5)])
+def test_a_leg_on_which_the_model_fails_is_tried_elsewhere(rig: Rig, code: Code, runs: int) -> None:
+    """Twice, since what is wrong with it most likely goes along; a lack of memory does not."""
+    rig.running()
+    failure: Any = {"choice": 0, "code": code, "detail": "NaN", "retryable": True, "started": True}
+    for epoch in range(1, runs):
+        rig.say(Failed(request_id=R, epoch=epoch, **failure))
+        again = rig.resubmitted()
+        assert (again.epoch, again.last_worker) == (epoch + 1, "")
+        assert again.failed_worker == f"w{epoch - 1}"
+        rig.start(epoch + 1, f"w{epoch}")
+    rig.say(Failed(request_id=R, epoch=runs, **failure))
+    assert rig.error_code() == code
 
 
 def test_a_new_id_forgives_the_attempts_before(rig: Rig) -> None:

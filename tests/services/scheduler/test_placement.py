@@ -41,6 +41,13 @@ def test_the_emptier_worker_is_cheaper() -> None:
     assert chosen(worker("a", load=1, prefill_tokens_waiting=60), worker("b", load=2)) == "b"
 
 
+def test_a_worker_that_failed_on_the_leg_is_the_last_choice() -> None:
+    """Another one may do better, however busy; without one, the same is asked again."""
+    need = NEED._replace(avoid="a")
+    assert chosen(worker("a"), worker("b", load=7), need=need) == "b"
+    assert chosen(worker("a"), worker("b", load=8), need=need) == "a"
+
+
 def test_a_worker_without_credit_slots_or_blocks_gets_nothing() -> None:
     """At most two steps of prefill wait at a worker; beyond, the leg waits here."""
     assert chosen(worker("a", load=1, prefill_tokens_waiting=127)) == "a"

@@ -92,6 +92,14 @@ def test_a_cancel_reaches_the_worker_and_outlives_late_submits(rig: Rig) -> None
     assert len(rig.sent(Run)) == 1
 
 
+def test_a_leg_goes_on_elsewhere_after_it_failed(rig: Rig) -> None:
+    """The place that it had does not draw it back, also if its end there is not known yet."""
+    rig.submit()
+    assert [worker for worker, _ in rig.sent(Run)] == ["w0"]
+    rig.submit(epoch=2, failed_worker="w0")
+    assert [worker for worker, _ in rig.sent(Run)] == ["w1"]
+
+
 @pytest.mark.parametrize("instance", ["w0", "d0"])
 def test_a_death_is_told_to_all_gateways_and_each_placed_leg(rig: Rig, instance: str) -> None:
     """`Lost` moves what runs, `RouteLost` what no gateway knows to be there."""
