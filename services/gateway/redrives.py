@@ -70,7 +70,7 @@ class Redrives:
         if error is not None:
             return error
         if leg.poisonous:
-            return MeshError(f"{leg.deaths} workers in a row died while they ran this request.")
+            return MeshError(f"{leg.deaths} processes in a row died of this request.")
         return Unavailable(f"{leg.attempts} attempts in a row failed.", retry_after_s=1.0)
 
     def accepted(self, leg: Leg) -> None:

@@ -59,6 +59,7 @@ ROUTE_LOST: dict[str, Cause] = {
 ATTEMPTS: frozenset[Cause] = frozenset(
     {"failed", "fault", "worker_death", "detokenizer_death", "hang"}
 )
+DEATHS: frozenset[Cause] = frozenset({"worker_death", "detokenizer_death"})
 UNCOUNTED: frozenset[Cause] = frozenset({"leader", "resend"})
 
 Verdict = Literal["deliver", "drop", "gap"]
@@ -116,7 +117,7 @@ class Leg:
 
     @property
     def poisonous(self) -> bool:
-        """Its workers died once too often, the last time when it ran alone."""
+        """Who ran it died once too often, the last time when it ran alone."""
         return self.deaths > DEATHS_BEFORE_ALONE
 
     def ended_by_ids(self) -> str:
@@ -133,7 +134,7 @@ class Leg:
         if cause in ATTEMPTS:
             # A fault is most likely a function of the ids: it is tried twice more, not four times.
             self.attempts += 2 if cause == "fault" else 1
-            self.deaths += cause == "worker_death"
+            self.deaths += cause in DEATHS
             if self.attempts > ATTEMPTS_MAX or self.poisonous:
                 return False
         wait = 0.0

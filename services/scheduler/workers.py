@@ -8,6 +8,7 @@ from shared.liveness import LastHeard
 from shared.messages import Beat
 
 SETTLE_S = 0.15  # what was sent so long before its engine's phase began is in a beat: beat and way
+TRIAL_S = 0.2  # from a suspect's first id to its text, or to word of its detokenizer's death
 REMEMBER_S = 10.0  # a new leader repeats losses for so long
 DEAD_MAX = 4096  # instances known to be dead for good
 
@@ -37,6 +38,8 @@ class Peer:
     alone: Key | None = None  # the suspect that is on trial: nothing else is sent here
     alone_at: float = 0.0
     alone_step: int = 0
+    alone_ended: bool = False
+    outlived_at: float = 0.0  # since then it has ended or is known to have an id
 
     @property
     def instance(self) -> str:
@@ -73,8 +76,10 @@ class Peer:
             self.alone_step = beat.step  # it was not in this step
         # Nobody waits for a first id, so the suspect has one.
         decodes = beat.phase == "decode" and not beat.prefill_tokens_waiting
-        survived = self.alone not in self.sent and decodes and beat.step > self.alone_step
-        if survived or (not self.num_legs and now - self.alone_at > 1.0):
+        outlived = self.alone not in self.sent and decodes and beat.step > self.alone_step
+        if not outlived and not self.alone_ended:
+            self.outlived_at = now
+        if now - self.outlived_at >= TRIAL_S or (not self.num_legs and now - self.alone_at > 1.0):
             self.alone = None
 
     def isolate(self, key: Key, now: float) -> None:
@@ -83,6 +88,7 @@ class Peer:
         """
         self.quarantine = True
         self.alone, self.alone_at, self.alone_step = key, now, self.beat.step
+        self.outlived_at, self.alone_ended = now, False
 
     def send(self, sent: Sent) -> None:
         """A leg is on its way there."""
@@ -95,7 +101,7 @@ class Peer:
     def end(self, key: Key) -> None:
         """A leg has left."""
         if self.alone == key:
-            self.alone = None
+            self.alone_ended = True
         if not self._shown(key):
             self.ended += 1
 

@@ -168,14 +168,14 @@ def test_a_table_that_slept_counts_no_silence(rig: Rig) -> None:
     assert rig.table.redrives == {}
 
 
-def test_attempts_end_after_four_deaths_in_a_row(rig: Rig) -> None:
-    """A fifth death without a new id between ends the request; progress forgives all before."""
+def test_attempts_end_after_four_hangs_in_a_row(rig: Rig) -> None:
+    """A fifth hang without a new id between ends the request; progress forgives all before."""
     rig.running()
     for epoch in range(2, 6):
-        rig.say(Lost(instance="d0", scheduler="s", term=1))
+        rig.say(Lost(instance="d0", scheduler="s", term=1, hung=True))
         assert rig.resubmitted().epoch == epoch
         rig.start(epoch)
-    rig.say(Lost(instance="d0", scheduler="s", term=1))
+    rig.say(Lost(instance="d0", scheduler="s", term=1, hung=True))
     assert rig.error_code() == "unavailable"
 
 
@@ -219,16 +219,17 @@ def test_a_new_id_forgives_the_attempts_before(rig: Rig) -> None:
     assert rig.ids() == [1, 2, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_poisonous_request_runs_alone_once_and_then_ends(rig: Rig) -> None:
-    """Two workers died of it; the third time it takes nobody along."""
+@pytest.mark.parametrize("dies", ["w0", "d0"])
+def test_a_poisonous_request_runs_alone_once_and_then_ends(rig: Rig, dies: str) -> None:
+    """Two workers or detokenizers died of it; the third time it takes nobody along."""
     rig.running()
     alone = []
     for epoch in (2, 3):
-        rig.say(Lost(instance="w0", scheduler="s", term=1))
+        rig.say(Lost(instance=dies, scheduler="s", term=1))
         alone.append(rig.resubmitted().alone)
         rig.start(epoch)
     assert alone == [False, True]
-    rig.say(Lost(instance="w0", scheduler="s", term=1))
+    rig.say(Lost(instance=dies, scheduler="s", term=1))
     assert rig.error_code() == "internal"
 
 

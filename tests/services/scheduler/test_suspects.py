@@ -1,4 +1,6 @@
-"""Legs whose workers died are tried apart: whichever of them kills workers takes nobody along."""
+"""Legs whose workers or detokenizers died are tried apart: whichever of them kills takes nobody
+along.
+"""
 
 from shared.ids import pack_ids
 from shared.messages import Ended, EndedLeg, Run
@@ -19,6 +21,12 @@ def test_a_poisonous_leg_waits_for_an_empty_worker_and_holds_up_nobody() -> None
     assert [to for to, _ in rig.sent(Run)] == ["w1"]
     rig.say(Ended(worker="w0", legs=[EndedLeg("poison", 0, 3, "stop", 5)]))
     rig.submit("fourth")
+    rig.pass_time(0.1)
+    assert "w0" not in [to for to, _ in rig.sent(Run)], "its last ids are on their way to be text"
+    rig.pass_time(0.2)
+    rig.beat("w0")
+    rig.sent(Run)
+    rig.submit("fifth")
     assert [to for to, _ in rig.sent(Run)] == ["w0"]
 
 
@@ -60,6 +68,9 @@ def test_suspects_are_tried_one_after_the_other_in_quarantine() -> None:
         rig.pass_time(0.3)
         assert rig.sent(Run) == [], "the one on trial has no id yet"
         rig.beat("w0", load=load, phase="decode", step=2 * step)
+        assert rig.sent(Run) == [], "its first id is on its way to be text"
+        rig.pass_time(0.3)
+        rig.beat("w0", load=load, phase="decode", step=2 * step)
         [(to, run)] = rig.sent(Run)
         assert (to, run.submit.request_id, run.submit.alone) == ("w0", name, False)
     rig.submit("other")
@@ -67,6 +78,8 @@ def test_suspects_are_tried_one_after_the_other_in_quarantine() -> None:
     rig.beat("w0", load=3, phase="prefill", step=5)
     rig.pass_time(0.3)
     rig.beat("w0", load=2, phase="decode", step=6)
+    rig.pass_time(0.3)
+    rig.beat("w0", load=2, phase="decode", step=7)
     rig.beat("w1", load=4)
     rig.submit("late")
     assert [to for to, _ in rig.sent(Run)] == ["w0"]

@@ -95,8 +95,10 @@ def test_what_was_sent_during_a_long_step_counts_until_it_ends() -> None:
     assert (worker.num_legs, worker.prefill_tokens) == (1, 0)
 
 
-def test_a_leg_is_isolated_until_it_decodes() -> None:
-    """Its workers died before its next id; innocent legs, too, were there when they did."""
+def test_a_leg_is_isolated_until_its_first_id_is_text() -> None:
+    """Its workers died before its next id, or those did that make text of it; innocent legs, too,
+    were there when they did.
+    """
     peers = Peers()
     peers.hear(beat(step=7), 0.0)
     worker = peers.workers["w"]
@@ -106,6 +108,8 @@ def test_a_leg_is_isolated_until_it_decodes() -> None:
     peers.hear(beat(seq=3, step=8, phase="prefill", load=1), 0.2)
     assert worker.alone == ("r", 0)
     peers.hear(beat(seq=4, step=9, phase="decode", load=1), 0.3)
+    assert worker.alone == ("r", 0)
+    peers.hear(beat(seq=5, step=14, phase="decode", load=1), 0.4)
     assert worker.alone is None
 
 
