@@ -145,17 +145,37 @@ struct alignas(64) AttentionShape {
   }
 };
 
+// Four pages at a time: one product ends long after the next could begin.
 inline void score_rows(const HeadPages& kv, int first, int last, const uint16_t* queries,
                        float* scores, size_t score_stride) {
-  for (int page = first; page < last; page++) {
-    const uint16_t* keys = kv.keys(page);
+  for (int page = first; page < last; page += 4) {
+    const int pages = std::min(4, last - page);
+    float* to = scores + page * PAGE;
     _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int dim = 0; dim < kv.dims; dim += 32) {
       _tile_loadd(4, queries + dim, kv.dims * 2);
-      _tile_loadd(5, keys + dim * PAGE, 64);
+      _tile_loadd(5, kv.keys(page) + dim * PAGE, 64);
       _tile_dpbf16ps(0, 4, 5);
+      if (pages > 1) {
+        _tile_loadd(5, kv.keys(page + 1) + dim * PAGE, 64);
+        _tile_dpbf16ps(1, 4, 5);
+      }
+      if (pages > 2) {
+        _tile_loadd(5, kv.keys(page + 2) + dim * PAGE, 64);
+        _tile_dpbf16ps(2, 4, 5);
+      }
+      if (pages > 3) {
+        _tile_loadd(5, kv.keys(page + 3) + dim * PAGE, 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
     }
-    _tile_stored(0, scores + page * PAGE, score_stride * 4);
+    _tile_stored(0, to, score_stride * 4);
+    if (pages > 1) _tile_stored(1, to + PAGE, score_stride * 4);
+    if (pages > 2) _tile_stored(2, to + 2 * PAGE, score_stride * 4);
+    if (pages > 3) _tile_stored(3, to + 3 * PAGE, score_stride * 4);
   }
 }
 

@@ -37,7 +37,7 @@ struct Activations {
 };
 
 constexpr int PANEL = 16;   // outputs
-constexpr int WIDE = 3;     // panels of a tile: 8 x 3 sums, 3 weights and 1 input fill the registers
+constexpr int WIDE = 3;     // panels of a tile: with 8 x 3 sums gcc 12 runs out of registers
 constexpr int K_STEP = 64;  // inputs of one AMX product
 
 // --- quantization ------------------------------------------------------------------------------
@@ -143,15 +143,13 @@ inline void tile(const Matrix& w, int panel, const Activations& x, int row, cons
 template <int P>
 inline void rows_by_tile(const Matrix& w, int panel, const Activations& x, int begin, int end,
                          const Output& out) {
-  // A group's sums and the totals share the registers, so grouped tiles are half as tall.
-  const int tallest = w.group == w.in ? 8 : 4;
+  // With groups the totals are live beside the sums.
+  const int tallest = w.group == w.in ? 6 : 4;
   for (int row = begin; row < end;) {
     const int rest = end - row;
     const int tiles = (rest + tallest - 1) / tallest;
     const int rows = (rest + tiles - 1) / tiles;  // equal tiles beat full ones and a remnant
     switch (rows) {
-      case 8: tile<8, P>(w, panel, x, row, out); break;
-      case 7: tile<7, P>(w, panel, x, row, out); break;
       case 6: tile<6, P>(w, panel, x, row, out); break;
       case 5: tile<5, P>(w, panel, x, row, out); break;
       case 4: tile<4, P>(w, panel, x, row, out); break;
@@ -176,16 +174,20 @@ struct alignas(64) TileShape {
 
 inline void amx_tile(const Matrix& w, int panel, const Activations& x, int row, int rows,
                      const Output& out) {
-  alignas(64) int32_t sums[2][2][16][PANEL];  // [row half][panel]
-  Floats total[2][2][16];
-  const bool whole = w.group == w.in;
+  alignas(64) int32_t sums[2][32][PANEL];  // [panel][row]
+  Floats total[2][32];
+  std::memset(total, 0, sizeof total);
   const size_t panel_bytes = size_t(w.in) * PANEL;
   const uint8_t* low = x.bytes + row * x.in;
   const uint8_t* high = low + 16 * x.in;
   const int8_t* left = w.weights + panel * panel_bytes;
   const int8_t* right = left + panel_bytes;
+  const float* scales = x.scales + row * x.groups;
   for (int begin = 0, g = 0; begin < w.in; begin += w.group, g++) {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int k = begin; k < begin + w.group; k += K_STEP) {
       _tile_loadd(4, low + k, x.in);
       _tile_loadd(6, left + k * PANEL, 64);
@@ -199,30 +201,29 @@ inline void amx_tile(const Matrix& w, int panel, const Activations& x, int row, 
       }
     }
     _tile_stored(0, sums[0][0], 64);
-    _tile_stored(1, sums[0][1], 64);
+    _tile_stored(1, sums[1][0], 64);
     if (rows > 16) {
-      _tile_stored(2, sums[1][0], 64);
-      _tile_stored(3, sums[1][1], 64);
+      _tile_stored(2, sums[0][16], 64);
+      _tile_stored(3, sums[1][16], 64);
     }
-    for (int p = 0; p < 2; p++) {
-      const Ints offset = load<Ints>(w.offsets + size_t(g) * w.out + (panel + p) * PANEL);
-      for (int r = 0; r < rows; r++) {
-        Floats& into = total[r / 16][p][r % 16];
-        const float scale = x.scales[(row + r) * x.groups + g];
-        const Floats value = scaled(load<Ints>(sums[r / 16][p][r % 16]), offset, scale);
-        into = g == 0 ? Floats{} + value : into + value;
-        if (whole || begin + w.group == w.in) {
-          const int column = (panel + p) * PANEL;
-          finish(w, column, into, out.y + (row + r) * out.stride + column, out.add);
-        }
-      }
+    const int32_t* offsets = w.offsets + size_t(g) * w.out + panel * PANEL;
+    const Ints first = load<Ints>(offsets), second = load<Ints>(offsets + PANEL);
+    for (int r = 0; r < rows; r++) {
+      const float scale = scales[r * x.groups + g];
+      total[0][r] = total[0][r] + scaled(load<Ints>(sums[0][r]), first, scale);
+      total[1][r] = total[1][r] + scaled(load<Ints>(sums[1][r]), second, scale);
     }
+  }
+  for (int r = 0; r < rows; r++) {
+    float* y = out.y + (row + r) * out.stride + panel * PANEL;
+    finish(w, panel * PANEL, total[0][r], y, out.add);
+    finish(w, (panel + 1) * PANEL, total[1][r], y + PANEL, out.add);
   }
 }
 #endif
 
 constexpr int PART = 6;       // panels of one task: a whole number of both tiles' widths
-constexpr int AMX_ROWS = 12;  // from so many on the matrix unit is faster, though it fills up to 16
+constexpr int AMX_ROWS = 5;   // from so many on the matrix unit is faster, though it fills up to 16
 
 // Panels [first, first + PART) of the product of rows [0, rows).
 inline void product(const Matrix& w, int first, const Activations& x, int rows, const Output& out) {
