@@ -7,7 +7,7 @@ import signal
 from tests.mesh.cluster import Mesh
 from tests.mesh.test_failover import answer
 
-STANDS_S = 2.0  # twice as long as a death takes; connections are given up after three seconds
+STANDS_S = 1.5  # a death takes one second; a connection may be given up, with a loss, after two
 
 
 async def test_a_paused_nats_delays_streams_and_moves_none(sim_mesh: Mesh) -> None:
