@@ -5,7 +5,7 @@ holds, and messages by subject, which it can drop, repeat, delay and reorder.
 import asyncio
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
@@ -89,20 +89,20 @@ class MessageRule:
 
 
 class LethalRule(MessageRule):
-    """Nobody gets a message on a subject like `pattern` that has `marker` in it: who was to read it
-    is among `readers`, to be ended.
+    """Nobody gets a message on a subject like `pattern` that has `marker` in it: `end` is called
+    with the instance that was to read it, at once, or it would miss the message and go on.
     """
 
-    def __init__(self, pattern: str, marker: bytes) -> None:
+    def __init__(self, pattern: str, marker: bytes, end: Callable[[str], None]) -> None:
         super().__init__("drop", pattern, share=1.0, seed=0)
-        self.readers: asyncio.Queue[str] = asyncio.Queue()
         self._marker = marker
+        self._end = end
 
     def matches(self, command: Command) -> bool:
         return super().matches(command) and self._marker in command.raw
 
     def apply(self, link: "NatsLink", command: Command) -> list[bytes]:
-        self.readers.put_nowait(command.subject.rpartition(".")[2])
+        self._end(command.subject.rpartition(".")[2])
         return super().apply(link, command)
 
 

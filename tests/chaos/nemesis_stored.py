@@ -15,7 +15,7 @@ from tests.chaos.nats_proxy import LethalRule
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.nemesis_clients import DEATHS_MAX
 from tests.chaos.nemesis_net import SUBJECTS
-from tests.chaos.site import Site
+from tests.chaos.site import POLL_S, Site
 
 LOGS = "stored"  # the stream
 JUNK = stored("f" * 32)  # a log that nobody reads
@@ -64,31 +64,34 @@ class Lethal:
     def __init__(self, role: str) -> None:
         self._role = role
         self._site: Site | None = None
+        self._pids: dict[str, int] = {}
+        self._ended: set[str] = set()
 
     async def inject(self, field: Field) -> str:
         self._site = field.site
         marker = f"lethal{secrets.token_hex(4)}"
-        field.site.nats.rule = rule = LethalRule(SUBJECTS[self._role], marker.encode())
-        killed: set[str] = set()
-        killer = asyncio.create_task(_end_readers(field.site, rule, killed))
+        field.site.nats.rule = LethalRule(SUBJECTS[self._role], marker.encode(), self._end)
+        looking = asyncio.create_task(self._look(field.site))
         try:
             await field.clients.ask(lethal(self._role, marker))
         finally:
-            killer.cancel()
-            await asyncio.gather(killer, return_exceptions=True)
-        if not 1 <= len(killed) <= DEATHS_MAX:
-            raise NotInjected(f"{len(killed)} of {self._role} died, not 1 to {DEATHS_MAX}")
-        return f"{len(killed)} of {self._role} died"
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+        if not 1 <= len(self._ended) <= DEATHS_MAX:
+            raise NotInjected(f"{len(self._ended)} of {self._role} died, not 1 to {DEATHS_MAX}")
+        return f"{len(self._ended)} of {self._role} died"
 
     async def heal(self) -> None:
         if self._site is not None:
             self._site.nats.rule = None
 
+    async def _look(self, site: Site) -> None:
+        """Know of each process before it is sent anything."""
+        while True:
+            self._pids.update({each.instance: each.pid for each in await site.status() if each.pid})
+            await asyncio.sleep(POLL_S)
 
-async def _end_readers(site: Site, rule: LethalRule, killed: set[str]) -> None:
-    while True:
-        reader = await rule.readers.get()
-        for process in await site.status():
-            if process.instance == reader and process.pid and reader not in killed:
-                killed.add(reader)
-                os.killpg(process.pid, signal.SIGKILL)
+    def _end(self, instance: str) -> None:
+        if instance not in self._ended:
+            os.killpg(self._pids[instance], signal.SIGKILL)
+            self._ended.add(instance)

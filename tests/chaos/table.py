@@ -16,9 +16,9 @@ from tests.chaos.nemesis_net import Bad, Flush, Full, Messages, Reset
 from tests.chaos.nemesis_stored import Lethal, StoreFull
 
 MAIN_ROUNDS = 10  # of 16 streams: 160 waits
-GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable"}))
-"""A plain stream ends with the connection to its gateway; on the bus, silence says so. A stored one
-does not.
+GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable", "not_found"}))
+"""A plain stream ends with the connection to its gateway; on the bus, silence says so, or another
+gateway that does not know it. A stored one does not end.
 """
 
 TYPED = Allowed(
