@@ -182,6 +182,7 @@ class Frames:
         self._error: MeshError | None = None
         self._gap, self._gap_wait_s = False, GAP_S
         self._asks = 0  # for the same frame
+        self._unknown: Frame | None = None  # what somebody said who was asked and has no frames
         self._heard = asyncio.Event()
         self._heard_at = time.monotonic()
         self._asked_at = self._heard_at
@@ -206,10 +207,12 @@ class Frames:
             return
         if frame.index > self.expected:
             self._gap = True
+        elif self._asks and is_unknown(frame):
+            self._unknown = frame  # whoever has them may be away for now
         elif len(self._waiting) >= BUFFER_MAX:
             self._error = FramesLost(f"The reader is {BUFFER_MAX} frames behind.")
         else:
-            self._gap, self._gap_wait_s, self._asks = False, GAP_S, 0
+            self._gap, self._gap_wait_s, self._asks, self._unknown = False, GAP_S, 0, None
             self.expected += 1
             self._waiting.append(frame)
 
@@ -231,6 +234,8 @@ class Frames:
             # Whoever was asked may hang: it is not waited for as long as before the first question.
             patience_s = AGAIN_S if self._asks else REPAIR_S
             if self.request_id and (gap_s >= self._gap_wait_s or silence_s >= patience_s):
+                if self._asks == ASKS_MAX and self._unknown is not None:
+                    return self._unknown
                 if self._asks == ASKS_MAX:
                     raise FramesLost(f"Frame {self.expected} is missing and does not come again.")
                 self._asked_at = now
@@ -242,3 +247,8 @@ class Frames:
                 async with asyncio.timeout(min(wait_s, self._deadline - now)):
                     await self._heard.wait()
         return self._waiting.popleft()
+
+
+def is_unknown(frame: Frame) -> bool:
+    """Whether it says that there is no such request."""
+    return frame.event == "error" and frame.data["error"].get("code") == "not_found"

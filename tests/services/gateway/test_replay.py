@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.frames import Frames, Kept
 from shared.bus import Delivery, Handler
-from shared.client import Client, RequestFailed
+from shared.client import ASKS_MAX, Client, RequestFailed
 from shared.subjects import GENERATE, REPLAY
 from shared.testing import MemoryBroker, MemoryBus, MemorySubscription, eventually
 from tests.services.gateway.fake_mesh import Front, front
@@ -235,3 +235,52 @@ async def test_a_follower_of_nothing_is_told(edge: Front) -> None:
     with pytest.raises(RequestFailed):
         async for _ in Client(MemoryBus(edge.broker)).follow("0" * 32):
             pass
+
+
+class Forgetful:
+    """A mesh that sends the first frame of two, and then says so often that it knows nothing."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+        self.broker = MemoryBroker()
+        self._bus = MemoryBus(self.broker)
+
+    async def start(self) -> None:
+        await self._bus.subscribe(GENERATE, lambda it: self._say(it, 0, "chunk", "one"))
+        await self._bus.subscribe(REPLAY, self._again)
+
+    def _again(self, delivery: Delivery) -> None:
+        self.times -= 1
+        if self.times < 0:
+            self._say(delivery, 1, "chunk", "two")
+        else:
+            self._say(delivery, 1, "error", {"error": {"message": "None.", "code": "not_found"}})
+        self._say(delivery, 2, "done", None)
+
+    def _say(self, asked: Delivery, index: int, event: str, data: Any) -> None:
+        frame = {"request_id": "r", "index": index, "event": event, "data": data}
+        self._bus.publish(asked.reply, msgspec.msgpack.encode(frame))
+
+
+@pytest.mark.usefixtures("quick")
+async def test_one_gateway_that_does_not_know_a_request_is_not_the_end_of_it() -> None:
+    """The one that runs it may be paused or cut off, and be back in time."""
+    mesh = Forgetful(3)
+    await mesh.start()
+    stream = Client(MemoryBus(mesh.broker)).chat(messages=CHAT["messages"])
+    assert [chunk async for chunk in stream] == ["one", "two"]
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_request_that_nobody_knows_for_long_is_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shared.client.GAP_MAX_S", 0.01)
+    mesh = Forgetful(100)
+    await mesh.start()
+    stream = Client(MemoryBus(mesh.broker)).chat(messages=CHAT["messages"])
+    assert await anext(stream) == "one"
+    with pytest.raises(RequestFailed) as caught:
+        await anext(stream)
+    assert caught.value.openai_code == "not_found"
+    assert mesh.times == 100 - ASKS_MAX
