@@ -1,4 +1,4 @@
-"""The same requests one at a time and many at once: in fp32 every answer must be the same.
+"""The same requests one at a time and many at once: in fp32 and int8 every answer is the same.
 
 `make invariance` asks 200 of a mesh of its own and ends with an error if any answer differs.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from tests.mesh.cluster import Mesh
 
 MANY = 32
+PRECISIONS = {"fp32": "gpu_worker.dtype=fp32", "int8": "gpu_worker.quantize=w8a8"}
 _TOPICS = (
     "The lighthouse at the end of the pier",
     "Der schnelle braune Fuchs",
@@ -102,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     options = parser.parse_args()
     bodies = requests(options.requests, tokens=options.tokens)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Mesh(Path(folder), "gpu_worker.dtype=fp32") as mesh,
+        Mesh(Path(folder), PRECISIONS[options.precision]) as mesh,
     ):
         found = asyncio.run(differing(mesh, bodies))
     print(*found, f"{len(found)} of {len(bodies)} answers differ", sep="\n")

@@ -39,8 +39,8 @@ greedy ids of 35 prompts (1 to 2,000 ids, many languages, code, emoji, whitespac
 and event: prefix hit, preemption, resume (`test_golden.py`, `tests/golden/`). Its perplexity on
 prose and verse equals that of `transformers` within 0.01 % (`test_perplexity.py`). Answers over
 HTTP are the same one by one and 32 at once (`tests/mesh/test_invariance.py`; `make invariance` asks
-200). Its tokenizer agrees with byte-level BPE written from its description on odd and on random
-strings (`tests/services/tokenizer/test_parity.py`).
+200, with `ARGS='--precision int8'` in int8). Its tokenizer agrees with byte-level BPE written from
+its description on odd and on random strings (`tests/services/tokenizer/test_parity.py`).
 
 ## GGUF
 
