@@ -1,6 +1,5 @@
 """A store without room, and requests that are the end of whoever reads them."""
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -8,6 +7,7 @@ import signal
 
 import aiohttp
 
+from deploy import control
 from shared.jetstream import JetStream, StreamFull
 from shared.subjects import stored
 from tests.chaos.asks import lethal
@@ -15,7 +15,7 @@ from tests.chaos.nats_proxy import LethalRule
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.nemesis_clients import DEATHS_MAX
 from tests.chaos.nemesis_net import SUBJECTS
-from tests.chaos.site import POLL_S, Site
+from tests.chaos.site import Site
 
 LOGS = "stored"  # the stream
 JUNK = stored("f" * 32)  # a log that nobody reads
@@ -64,19 +64,13 @@ class Lethal:
     def __init__(self, role: str) -> None:
         self._role = role
         self._site: Site | None = None
-        self._pids: dict[str, int] = {}
         self._ended: set[str] = set()
 
     async def inject(self, field: Field) -> str:
         self._site = field.site
         marker = f"lethal{secrets.token_hex(4)}"
         field.site.nats.rule = LethalRule(SUBJECTS[self._role], marker.encode(), self._end)
-        looking = asyncio.create_task(self._look(field.site))
-        try:
-            await field.clients.ask(lethal(self._role, marker))
-        finally:
-            looking.cancel()
-            await asyncio.gather(looking, return_exceptions=True)
+        await field.clients.ask(lethal(self._role, marker))
         if not 1 <= len(self._ended) <= DEATHS_MAX:
             raise NotInjected(f"{len(self._ended)} of {self._role} died, not 1 to {DEATHS_MAX}")
         return f"{len(self._ended)} of {self._role} died"
@@ -85,13 +79,10 @@ class Lethal:
         if self._site is not None:
             self._site.nats.rule = None
 
-    async def _look(self, site: Site) -> None:
-        """Know of each process before it is sent anything."""
-        while True:
-            self._pids.update({each.instance: each.pid for each in await site.status() if each.pid})
-            await asyncio.sleep(POLL_S)
-
     def _end(self, instance: str) -> None:
-        if instance not in self._ended:
-            os.killpg(self._pids[instance], signal.SIGKILL)
-            self._ended.add(instance)
+        """Asked in the loop, for milliseconds: nothing passes the proxy before it is gone."""
+        assert self._site is not None
+        for process in control.status(self._site.run_dir).processes:
+            if process.instance == instance and process.pid:
+                os.killpg(process.pid, signal.SIGKILL)
+                self._ended.add(instance)
