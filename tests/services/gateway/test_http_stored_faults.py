@@ -71,21 +71,6 @@ async def test_without_jetstream_only_stored_requests_are_refused() -> None:
         assert (await edge.post(CHATS, CHAT))[0] == 200
 
 
-async def test_a_full_store_refuses_new_ones_alone(nats_server: Server) -> None:
-    """The same, once what is stored has taken its share; what is stored can be read."""
-    async with duo(nats_server, replace(STORED, bytes_max=20_000)) as running:
-        pair = Pair(running)
-        async with pair.client(0) as client:
-            response = await client.responses.create(**ASK, metadata={"a": "x" * 500})
-            async with asyncio.timeout(20):
-                while (await pair.call(RESPONSES, {**ASK, "metadata": {"a": "x" * 500}}))[0] == 200:
-                    pass
-            status, _, headers = await pair.call(RESPONSES, ASK)
-            assert (status, headers["Retry-After"]) == (503, "5")
-            assert (await pair.call(CHATS, CHAT))[0] == 200
-            assert await client.responses.retrieve(response.id) == response
-
-
 async def test_a_gateway_that_stops_sends_its_readers_to_another(nats_server: Server) -> None:
     """The stream ends with a typed error, numbered so that a client that goes on from it misses
     nothing.
