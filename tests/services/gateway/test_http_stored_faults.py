@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from deploy.servers import Server, start, start_nats
+from shared.subjects import stored
 from shared.testing import eventually
 from tests.services.gateway.fake_mesh import front
 from tests.services.gateway.pair import (
@@ -69,6 +70,25 @@ async def test_without_jetstream_only_stored_requests_are_refused() -> None:
             assert int(headers["Retry-After"]) >= 1
         assert (await edge.post(RESPONSES, {**ASK, "store": False}))[0] == 200
         assert (await edge.post(CHATS, CHAT))[0] == 200
+
+
+async def test_a_full_store_refuses_new_ones_alone(nats_server: Server) -> None:
+    """The same, once what is stored has taken its share; what is stored can be read."""
+    megabytes = 20  # a fifth of them is more than what is asked before a gateway looks again
+    async with duo(nats_server, replace(STORED, bytes_max=megabytes << 20)) as running:
+        pair = Pair(running)
+        async with pair.client(0) as client:
+            response = await client.responses.create(**ASK, metadata={"a": "x" * 500})
+            jetstream = running.gateways[0].edge.parts.store.jetstream
+            for number in range(megabytes * 17 // 20):
+                await jetstream.append(stored(f"{number:032x}"), bytes(1 << 20), 0)
+            async with asyncio.timeout(20):
+                while (await pair.call(RESPONSES, {**ASK, "metadata": {"a": "x" * 500}}))[0] == 200:
+                    pass
+            status, _, headers = await pair.call(RESPONSES, ASK)
+            assert (status, headers["Retry-After"]) == (503, "5")
+            assert (await pair.call(CHATS, CHAT))[0] == 200
+            assert await client.responses.retrieve(response.id) == response
 
 
 async def test_a_gateway_that_stops_sends_its_readers_to_another(nats_server: Server) -> None:
