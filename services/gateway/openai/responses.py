@@ -70,11 +70,6 @@ def check_response(
     """
     fields = decode(body, ResponsesFields, packed)
     fields.stream = streams if fields.stream is None else fields.stream
-    stream_options, fields.stream_options = fields.stream_options, None
-    if stream_options is not None and not fields.stream:
-        raise InvalidRequest(
-            "'stream_options' is only allowed when 'stream' is true.", param="stream_options"
-        )
     check_common(fields, caller)
     refuse(fields, NOT_SERVED)
     _check_shape(fields)
