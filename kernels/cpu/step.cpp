@@ -270,12 +270,23 @@ class Decoder {
   Best best_of(int row, int task) {
     const int begin = task * PART * PANEL, end = std::min(begin + PART * PANEL, m_.vocab);
     float* logits = asked_->values + size_t(row) * m_.head.out;
-    Best best = {-INFINITY, begin, true};
-    for (int i = begin; i < end; i++) {
-      if (m_.logits_cap > 0.0f) logits[i] = m_.logits_cap * std::tanh(logits[i] / m_.logits_cap);
-      best.sound &= logits[i] - logits[i] == 0.0f;
-      if (logits[i] > best.value) best.value = logits[i], best.id = i;
+    if (m_.logits_cap > 0.0f)
+      for (int i = begin; i < end; i++)
+        logits[i] = m_.logits_cap * std::tanh(logits[i] / m_.logits_cap);
+    Floats top = all(-INFINITY), nothing = {};
+    Ints ids = {};
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int i = begin; i < end; i += LANES) {
+      const Ints here = i + lane;
+      const Floats x = here < end ? load<Floats>(logits + i) : all(-INFINITY);
+      nothing = nothing + (here < end ? x * 0.0f : Floats{});  // NaN from what is not finite
+      ids = x > top ? here : ids;
+      top = max(x, top);
     }
+    Best best = {-INFINITY, begin, sum(nothing) == 0.0f};
+    for (int i = 0; i < LANES; i++)
+      if (top[i] > best.value || (top[i] == best.value && ids[i] < best.id))
+        best.value = top[i], best.id = ids[i];
     return best;
   }
 

@@ -1,10 +1,9 @@
 """The compiled step behind `StepModel`."""
 
-from torch import Tensor
-
 from services.gpu_worker.models.decoder import DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder, Span, head_dim_of
 from services.gpu_worker.runner import Scheduled
+from services.gpu_worker.scoring import Logits
 from shared.kv import BLOCK_SIZE
 
 
@@ -17,8 +16,8 @@ class FusedModel:
     def forward(self, batch: list[Scheduled]) -> None:
         self.decoder.forward([_span(row) for row in batch])
 
-    def logits(self, rows: list[int]) -> Tensor:
-        return self.decoder.logits(rows).values
+    def logits(self, rows: list[int]) -> Logits:
+        return self.decoder.logits(rows)
 
     def clear(self, blocks: list[int]) -> None:
         self.decoder.pool[blocks] = 0

@@ -15,7 +15,7 @@ from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
 from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled, StepModel
 from services.gpu_worker.sampler import Sampler
-from services.gpu_worker.scoring import are_sound, score
+from services.gpu_worker.scoring import score
 from services.gpu_worker.sequence import Score, Sequence
 from services.gpu_worker.torch_model import TorchModel
 from shared.kv import BLOCK_SIZE
@@ -212,10 +212,10 @@ class DecoderRunner:
         for start in range(wanted.start, wanted.stop, SCORE_TILE):
             stop = min(start + SCORE_TILE, wanted.stop)
             logits = self.model.logits([*range(offset + start, offset + stop)])
-            if not are_sound(logits).all():
+            if not logits.sound.all():
                 return Outcome(fault="nan_logits")
             ids = sequence.prompt_ids[start + 1 : stop + 1]
-            scores += score(logits, ids, sequence.sampling.prompt_logprobs or 0)
+            scores += score(logits.values, ids, sequence.sampling.prompt_logprobs or 0)
         return Outcome(scores=tuple(scores))
 
 

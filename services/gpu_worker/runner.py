@@ -9,7 +9,7 @@ from services.gpu_worker.sequence import Score, Sequence
 from shared.messages import TokenLogprobs
 
 if TYPE_CHECKING:  # torch takes 2 s to import, and a simulated engine needs none of it
-    from torch import Tensor
+    from services.gpu_worker.scoring import Logits
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
@@ -53,10 +53,8 @@ class StepModel(Protocol):
     def forward(self, batch: list[Scheduled]) -> None:
         """Compute every id of `batch` and store its K and V."""
 
-    def logits(self, rows: list[int]) -> "Tensor":
-        """Logits fp32 [rows, vocab] of some ids of the last `forward`, counted in its order. The
-        caller may change them.
-        """
+    def logits(self, rows: list[int]) -> "Logits":
+        """Of some ids of the last `forward`, counted in its order."""
 
     def clear(self, blocks: list[int]) -> None:
         """Set K and V of these blocks to zero."""

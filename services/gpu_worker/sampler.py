@@ -12,7 +12,7 @@ from torch import Tensor
 
 from services.gpu_worker.faults import Fault
 from services.gpu_worker.runner import Outcome
-from services.gpu_worker.scoring import are_sound, token_logprobs
+from services.gpu_worker.scoring import Logits, token_logprobs
 from services.gpu_worker.sequence import Sequence
 from shared.messages import TokenLogprobs
 from shared.sampling import SamplingParams
@@ -43,18 +43,23 @@ class Sampler:
     def __init__(self, end_ids: frozenset[int]) -> None:
         self._end_ids = end_ids
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:
-        """`logits` fp32 [rows, vocab], one row per sequence; not changed.
+    def sample(self, logits: Logits, sequences: list[Sequence]) -> list[Outcome]:
+        """One row of `logits` per sequence; not changed.
 
         Logprobs are of the model's own distribution, before masks, penalties and temperature.
         """
-        faults = _faults(are_sound(logits), "nan_logits")
-        shaped = self._shaped(logits, sequences)
-        best = shaped.max(-1)  # argmax takes 1.7 times as long
-        ids = best.indices.tolist()
-        if shaped is not logits:
-            masked = _faults(best.values != -math.inf, "no_id_left")
-            faults = [fault or other for fault, other in zip(faults, masked, strict=True)]
+        faults: list[Fault] = ["" if sound else "nan_logits" for sound in logits.sound.tolist()]
+        ids = logits.best.tolist()
+        shaped = logits.values
+        if rows := [row for row, sequence in enumerate(sequences) if _has_shape(sequence)]:
+            shaped = shaped.clone()
+            for row in rows:
+                self._shape(shaped[row], sequences[row])
+            best = shaped[rows].max(-1)
+            for row, top, token_id in zip(rows, *map(Tensor.tolist, best), strict=True):
+                ids[row] = token_id
+                if top == -math.inf and not faults[row]:
+                    faults[row] = "no_id_left"
         drawn = [
             row for row, s in enumerate(sequences) if s.sampling.temperature > 0 and not faults[row]
         ]
@@ -62,21 +67,11 @@ class Sampler:
             draws = _draw(shaped[drawn], [sequences[row] for row in drawn])
             for row, token_id in zip(drawn, draws, strict=True):
                 ids[row] = token_id
-        logprobs = _logprobs(logits, sequences, ids)
+        logprobs = _logprobs(logits.values, sequences, ids)
         return [
             Outcome(fault=fault) if fault else Outcome(ids[row], logprobs[row])
             for row, fault in enumerate(faults)
         ]
-
-    def _shaped(self, logits: Tensor, sequences: list[Sequence]) -> Tensor:
-        """Logits with masks, biases and penalties, copied only if there are any."""
-        rows = [row for row, sequence in enumerate(sequences) if _has_shape(sequence)]
-        if not rows:
-            return logits
-        logits = logits.clone()
-        for row in rows:
-            self._shape(logits[row], sequences[row])
-        return logits
 
     def _shape(self, logits: Tensor, sequence: Sequence) -> None:
         """Masks first: what they take away no bias or penalty brings back."""
@@ -179,10 +174,6 @@ def _cut(weights: Tensor, params: list[SamplingParams]) -> None:
         floor = torch.where(known, best.gather(1, kept - 1), 0.0)
         weights[left] = rows.masked_fill_(rows < floor, 0)
         left = [row for row, done in zip(left, known.squeeze(1).tolist(), strict=True) if not done]
-
-
-def _faults(are_good: Tensor, fault: Fault) -> list[Fault]:
-    return ["" if good else fault for good in are_good.tolist()]
 
 
 def _logprobs(

@@ -1,4 +1,6 @@
-"""What a row of logits says of one id: its logprob, its rank, and the ids that are better."""
+"""Rows of logits, and what one says of an id: logprob, rank, and the ids that are better."""
+
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -8,11 +10,20 @@ from shared.ids import pack_ids
 from shared.messages import TokenLogprobs
 
 
-def are_sound(logits: Tensor) -> Tensor:
-    """Which rows of [rows, vocab] hold neither NaN nor an infinity: either makes the sum one, and
-    no sound model's logits overflow it.
-    """
-    return logits.sum(-1).isfinite()
+class Logits(NamedTuple):
+    """Logits of some rows, and what whoever computed them saw on the way."""
+
+    values: Tensor  # fp32 [rows, vocab]
+    best: Tensor  # int [rows]: an id of the largest
+    sound: Tensor  # bool [rows]: no NaN, no infinity
+
+    @classmethod
+    def of(cls, values: Tensor) -> Self:
+        """Of `values` alone. NaN or an infinity makes a row's sum one, and no sound model's logits
+        overflow it.
+        """
+        best = values.max(-1).indices  # argmax takes 1.7 times as long
+        return cls(values, best, values.sum(-1).isfinite())
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:

@@ -4,11 +4,11 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from kernels.paged_attention import AttentionGroup, first_block
 from services.gpu_worker.models.decoder import Decoder, StepInput
 from services.gpu_worker.runner import Scheduled
+from services.gpu_worker.scoring import Logits
 from services.gpu_worker.sequence import Sequence
 from shared.kv import BLOCK_SIZE
 
@@ -53,8 +53,9 @@ class TorchModel:
         step, self._places = _assemble(_grouped(batch), self._windows, batch)
         self._hidden = self._decoder.forward(step, self.pool)
 
-    def logits(self, rows: list[int]) -> Tensor:
-        return self._decoder.logits(self._hidden[[self._places[row] for row in rows]])
+    def logits(self, rows: list[int]) -> Logits:
+        places = [self._places[row] for row in rows]
+        return Logits.of(self._decoder.logits(self._hidden[places]))
 
     def clear(self, blocks: list[int]) -> None:
         self.pool.index_fill_(3, torch.tensor(blocks), 0)

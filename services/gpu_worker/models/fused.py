@@ -15,6 +15,7 @@ from kernels.cpu import library as c
 from kernels.cpu.pack import PANEL, PackedMatrix, pack, pad_blocks, padded
 from kernels.cpu.rotation import rotation
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights, LayerWeights, Matrix
+from services.gpu_worker.scoring import Logits
 
 HEAD_STEP = 32  # dims of a head that the matrix unit takes at once
 
@@ -25,14 +26,6 @@ class Span(NamedTuple):
     ids: list[int]
     position: int  # of the first
     blocks: list[int]
-
-
-class Logits(NamedTuple):
-    """Of the rows asked for."""
-
-    values: Tensor  # fp32 [rows, vocab]
-    best: Tensor  # int32 [rows]: the first id of the largest
-    sound: Tensor  # bool [rows]: no NaN, no infinity
 
 
 class FusedDecoder:
@@ -90,7 +83,7 @@ class FusedDecoder:
             raise MemoryError("no memory for the rows of a step")
 
     def logits(self, rows: list[int]) -> Logits:
-        """Of these rows of the last `forward`."""
+        """Of these rows of the last `forward`; of ids that tie the first is the best."""
         numbers = torch.tensor(rows, dtype=torch.int32)
         values = torch.empty(len(rows), padded(self.config.vocab_size, PANEL))
         best = torch.empty(len(rows), dtype=torch.int32)

@@ -7,13 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.gpu_worker.runner import Outcome
 from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.scoring import Logits
 from services.gpu_worker.sequence import Sequence
 from shared.sampling import SamplingParams
 
 VOCAB = 40
 END = 7
-SAMPLER = Sampler(frozenset({END}))
+
+
+class OfTensors(Sampler):
+    """A sampler of nothing but values."""
+
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Outcome]:  # type: ignore[override]
+        return super().sample(Logits.of(logits), sequences)
+
+
+SAMPLER = OfTensors(frozenset({END}))
 
 
 def leg(*, prompt: Any = (1,), output: Any = (), **params: Any) -> Sequence:

@@ -128,7 +128,7 @@ class Watched(TorchModel):
 
     def logits(self, rows):
         logits = super().logits(rows)
-        self.seen = [*getattr(self, "seen", []), *logits.clone()]
+        self.seen = [*getattr(self, "seen", []), *logits.values.clone()]
         return logits
 
 
