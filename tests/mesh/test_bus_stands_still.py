@@ -5,7 +5,7 @@ import os
 import signal
 
 from tests.mesh.cluster import Mesh
-from tests.mesh.test_failover import answer
+from tests.mesh.test_failover import answer, begun
 
 STANDS_S = 1.5  # a death takes one second; a connection may be given up, with a loss, after two
 
@@ -17,13 +17,7 @@ async def test_a_paused_nats_delays_streams_and_moves_none(sim_mesh: Mesh) -> No
     async with sim_mesh.client() as client:
         calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
         (nats,) = sim_mesh.processes("nats")
-        under_way = asyncio.Semaphore(0)
-        streams = [
-            asyncio.create_task(answer(client, sim_mesh.model, n, under_way=under_way))
-            for n in range(8)
-        ]
-        for _ in streams:
-            await under_way.acquire()
+        streams = await begun(client, sim_mesh.model)
         os.kill(nats["pid"], signal.SIGSTOP)
         await asyncio.sleep(STANDS_S)
         ended = sum(stream.done() for stream in streams)

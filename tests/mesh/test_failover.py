@@ -47,19 +47,25 @@ async def answer(
     return text
 
 
+async def begun(client: openai.AsyncOpenAI, model: str) -> list[asyncio.Task[str]]:
+    """Eight answers, of each of which some has come."""
+    under_way = asyncio.Semaphore(0)
+    streams = [
+        asyncio.create_task(answer(client, model, number, under_way=under_way))
+        for number in range(8)
+    ]
+    for _ in streams:
+        await under_way.acquire()
+    return streams
+
+
 async def test_worker_death_is_not_seen_by_clients(sim_mesh: Mesh) -> None:
     """SIGKILL one of two workers under 8 streams: all finish with the text of a calm run."""
     print(f"SEED={SEED}")
     async with sim_mesh.client() as client:
         calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
         victim = random.Random(SEED).choice(sim_mesh.processes("gpu_worker"))
-        under_way = asyncio.Semaphore(0)
-        streams = [
-            asyncio.create_task(answer(client, sim_mesh.model, n, under_way=under_way))
-            for n in range(8)
-        ]
-        for _ in streams:
-            await under_way.acquire()
+        streams = await begun(client, sim_mesh.model)
         os.kill(victim["pid"], signal.SIGKILL)
         stormy = await asyncio.gather(*streams)
 

@@ -2,12 +2,11 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from deploy.servers import Server, start, start_nats
+from deploy.servers import start, start_nats
 from shared.bus import Delivery
 from shared.errors import Unavailable
 from shared.jetstream import (
@@ -22,15 +21,6 @@ from shared.jetstream import (
 )
 from shared.nats_bus import NatsBus
 from shared.testing import MemoryBus, eventually
-
-
-@pytest.fixture
-async def bus(nats_server: Server) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(
-        nats_server.url, nats_server.user, nats_server.password, name="test"
-    )
-    yield bus
-    await bus.close()
 
 
 @pytest.fixture

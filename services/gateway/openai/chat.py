@@ -7,16 +7,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from services.gateway.openai.decode import check_plain, decode
+from services.gateway.openai.decode import check_plain
 from services.gateway.openai.request import (
     TOKENS_MAX,
     TOP_LOGPROBS_MAX,
     Caller,
     Checked,
     GenerateFields,
-    check_common,
     includes_usage,
     integer,
+    read_fields,
     refuse,
     session_spec,
 )
@@ -55,9 +55,7 @@ def check_chat(
 
     Raises `InvalidRequest` that names the field, `NotFound` for another model.
     """
-    fields = decode(body, ChatFields, packed)
-    fields.stream = streams if fields.stream is None else fields.stream
-    check_common(fields, caller)
+    fields = read_fields(body, ChatFields, caller, packed=packed, streams=streams)
     _refuse_tools(fields)
     chat = chat_prompt(fields)
     spec = session_spec(fields, caller, 1, _max_tokens(fields), _logprobs(fields))

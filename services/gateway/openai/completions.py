@@ -8,16 +8,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.gateway.events import SessionSpec
-from services.gateway.openai.decode import decode
 from services.gateway.openai.request import (
     TOKENS_MAX,
     TOP_LOGPROBS_MAX,
     Caller,
     Checked,
     GenerateFields,
-    check_common,
     includes_usage,
     integer,
+    read_fields,
     session_spec,
 )
 from shared.errors import InvalidRequest
@@ -40,9 +39,7 @@ def check_completion(
 
     Raises `InvalidRequest` that names the field, `NotFound` for another model.
     """
-    fields = decode(body, CompletionFields, packed)
-    fields.stream = streams if fields.stream is None else fields.stream
-    check_common(fields, caller)
+    fields = read_fields(body, CompletionFields, caller, packed=packed, streams=streams)
     if fields.suffix:
         raise InvalidRequest("'suffix' is not supported.", param="suffix")
     texts, ids = prompts(fields.prompt, caller.choices_max)

@@ -3,11 +3,12 @@
 Ranges are OpenAI's where it has the field, vLLM's for the rest (`min_p`, `ignore_eos`, ...).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
 from services.gateway.events import SessionSpec
+from services.gateway.openai.decode import decode
 from services.gateway.openai.errors import UnknownModel
 from shared.errors import InvalidRequest
 from shared.kv import tenant_salt
@@ -96,6 +97,8 @@ class GenerateFields(Struct, kw_only=True):
     truncate_prompt_tokens: Any = None
 
 
+F = TypeVar("F", bound=GenerateFields)
+
 NOT_SERVED = (
     "use_beam_search",
     "structured_outputs",
@@ -115,8 +118,18 @@ def refuse(fields: Struct, names: tuple[str, ...]) -> None:
             raise InvalidRequest(f"'{name}' is not supported.", param=name)
 
 
-def check_common(fields: GenerateFields, caller: Caller) -> None:
-    """What both endpoints refuse, besides ranges."""
+def read_fields(body: bytes, kind: type[F], caller: Caller, *, packed: bool, streams: bool) -> F:
+    """The request in `body`, less what every endpoint refuses, ranges aside; `streams` = whether to
+    stream when the body does not say. Raises `InvalidRequest` that names the field, `NotFound` for
+    another model.
+    """
+    fields = decode(body, kind, packed)
+    fields.stream = streams if fields.stream is None else fields.stream
+    _check_common(fields, caller)
+    return fields
+
+
+def _check_common(fields: GenerateFields, caller: Caller) -> None:
     if fields.model is not None and fields.model != caller.model:
         raise UnknownModel(fields.model)
     refuse(fields, NOT_SERVED)

@@ -9,15 +9,15 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.gateway.openai.chat import ChatFields, chat_prompt
-from services.gateway.openai.decode import check_plain, decode
+from services.gateway.openai.decode import check_plain
 from services.gateway.openai.request import (
     TOKENS_MAX,
     TOP_LOGPROBS_MAX,
     Caller,
     Checked,
     GenerateFields,
-    check_common,
     integer,
+    read_fields,
     refuse,
     session_spec,
 )
@@ -68,9 +68,7 @@ def check_response(
 
     Raises `InvalidRequest` that names the field, `NotFound` for another model.
     """
-    fields = decode(body, ResponsesFields, packed)
-    fields.stream = streams if fields.stream is None else fields.stream
-    check_common(fields, caller)
+    fields = read_fields(body, ResponsesFields, caller, packed=packed, streams=streams)
     refuse(fields, NOT_SERVED)
     _check_shape(fields)
     if fields.background and fields.store is False:

@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from deploy.servers import Server
 from services.gateway.stored.config import StoredConfig
 from services.gateway.stored.store import Store
 from services.gateway.stored.streams import JOBS, LOGS
@@ -13,15 +12,6 @@ from shared.nats_bus import NatsBus
 from shared.subjects import job, stored
 from shared.testing import eventually
 from tests.services.gateway.stored.kit import keeping
-
-
-@pytest.fixture
-async def bus(nats_server: Server) -> AsyncIterator[NatsBus]:
-    bus = await NatsBus.connect(
-        nats_server.url, nats_server.user, nats_server.password, name="test"
-    )
-    yield bus
-    await bus.close()
 
 
 @pytest.fixture
