@@ -32,6 +32,7 @@ PHASES = (
     "down",
     "head",
 )
+GROUP_MAX = 128  # query heads of one KV head: `TILE_ROWS_MAX` of attention.h
 _POINTER = ctypes.c_void_p
 
 

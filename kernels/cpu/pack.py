@@ -55,12 +55,6 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, grouped: bool = False) -
     )
 
 
-def unpacked(matrix: PackedMatrix) -> Tensor:
-    """The weights that are computed with, fp32 [out, in], padding included."""
-    steps = matrix.weights.transpose(1, 2).reshape(matrix.out, matrix.in_)
-    return steps.float() * matrix.scales[:, None]
-
-
 def pad_blocks(weight: Tensor, blocks: int, size: int, dim: int) -> Tensor:
     """Pad each of `blocks` equal blocks along `dim` to `size` with zeros (heads, gate and up)."""
     shape = list(weight.shape)

@@ -107,7 +107,10 @@ struct Best {
 class Decoder {
  public:
   Decoder(const Model& model, int threads)
-      : m_(model), team_(threads), parts_(size_t(model.num_layers) * HEAD + 2), own_(threads) {
+      : m_(model),
+        team_(std::min(threads, Parts::THREADS_MAX)),
+        parts_(size_t(model.num_layers) * HEAD + 2),
+        own_(team_.size()) {
     for (int i = 0; i < model.num_layers; i++) layers_.push_back(model.layers[i]);
   }
 

@@ -87,10 +87,11 @@ def _int8(settings: RunnerSettings) -> bool:
     not asked for and the processor has dot instructions for it.
     """
     asked = settings["quantize"]
-    if asked == "none" or (asked == "auto" and settings["dtype"] != "auto"):
-        return False
-    if asked not in ("auto", "w8a8"):
+    if asked not in ("auto", "none", "w8a8"):
         raise ValueError(f"quantize: {asked!r} is not one of auto, none, w8a8")
+    by_rule = settings["dtype"] == "auto" and b"avx512_vnni" in cpu_flags()
+    if asked == "none" or (asked == "auto" and not by_rule):
+        return False
     try:
         library()
     except BuildError as error:
@@ -98,7 +99,7 @@ def _int8(settings: RunnerSettings) -> bool:
             raise ValueError(f"quantize: {error}") from error
         log.warning("no_compiled_step", error=str(error))
         return False
-    return asked == "w8a8" or b"avx512_vnni" in cpu_flags()
+    return True
 
 
 def _max_model_len(trained: int, num_blocks: int, settings: RunnerSettings) -> int:

@@ -32,7 +32,7 @@ class FusedDecoder:
     """`FusedDecoder(config, weights, max_model_len, num_blocks, num_threads)`.
 
     Owns the KV blocks. One call at a time. Raises `kernels.cpu.library.BuildError` where the
-    library cannot be had.
+    library cannot be had, `ValueError` for more query heads per key head than it has room for.
     """
 
     def __init__(
@@ -43,6 +43,9 @@ class FusedDecoder:
         num_blocks: int,
         num_threads: int,
     ) -> None:
+        group = config.num_heads // config.num_kv_heads
+        if group > c.GROUP_MAX:
+            raise ValueError(f"{group} query heads share a key head, over {c.GROUP_MAX}")
         self.config = config
         self._library = c.library()
         self._kept: list[Tensor] = []  # what the library has addresses of

@@ -1,5 +1,7 @@
 """The compiled step against the decoder in torch, for every family."""
 
+import types
+
 import pytest
 import torch
 
@@ -85,3 +87,18 @@ def test_a_broken_block_spoils_its_own_sequence_only(pair):
     assert logits.sound.tolist() == [False, True]
     assert torch.equal(logits.values[1:], sound)
     fused.pool[0] = 0
+
+
+def test_more_threads_than_it_has_room_for_are_fewer(pair, tmp_path):
+    """And the logits the same."""
+    pair[0].save_pretrained(tmp_path)
+    config, weights = load_model(tmp_path, torch.float32)
+    many = FusedDecoder(config, weights, 300, 40, num_threads=100)
+    assert torch.equal(computed(many, [40]), computed(pair[1], [40]))
+    many.close()
+
+
+def test_more_query_heads_than_it_has_room_for_are_refused():
+    config = types.SimpleNamespace(num_heads=129, num_kv_heads=1)
+    with pytest.raises(ValueError, match="129 query heads"):
+        FusedDecoder(config, None, 1, 1, 1)
