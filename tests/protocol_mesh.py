@@ -256,7 +256,7 @@ class Mesh:
             case "scheduler":
                 node.core.resign(self.now)
             case "gpu_worker":
-                node.core.refuse_new()
+                node.core.refuse_new(self.now)
             case "detokenizer":
                 node.core.hand_over()
         self._beat(node)

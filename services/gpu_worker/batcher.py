@@ -84,6 +84,10 @@ class Batcher:
             return "decode" if entry.num_missing == 1 else "prefill"
         return "paused" if entry.preempted else "prefill"
 
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether it holds no blocks: not begun, or preempted."""
+        return not self._entries[sequence].running
+
     def num_reusable_tokens(self, sequence: Sequence) -> int:
         """How many ids of `sequence` the prefix cache holds now."""
         return len(self._cached_prefix(sequence)) * self.pool.block_size

@@ -131,7 +131,7 @@ class Engine:
             case Kind.RECONNECTED:
                 self._core.reconnected(now)
             case Kind.REFUSE_NEW:
-                self._core.refuse_new()
+                self._core.refuse_new(now)
 
     def _receive(self, payload: bytes, now: float) -> None:
         try:

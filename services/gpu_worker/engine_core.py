@@ -243,14 +243,18 @@ class EngineCore:
         self._connected = True
         self.slept(now)
 
-    def refuse_new(self) -> None:
-        """Begin to drain: legs in hand go on, new ones are sent elsewhere."""
+    def refuse_new(self, now: float) -> None:
+        """Begin to drain: running legs go on; new ones, and those that only wait, go elsewhere."""
         self._draining = True
+        self._move([leg for leg in self._legs.active() if self.batcher.waits(leg.sequence)], now)
 
     def move_all(self, now: float) -> None:
         """End the drain: the sessions of all legs still here re-drive them elsewhere."""
         self._draining = True
-        for leg in self._legs.active():
+        self._move(self._legs.active(), now)
+
+    def _move(self, legs: list[Leg], now: float) -> None:
+        for leg in legs:
             self._reports.route_lost(Address(leg.gateway, leg.key, leg.epoch), "drain")
             self._end(leg, "moved", now)
         self._reports.flush(self.num_steps)

@@ -14,10 +14,13 @@ import uvloop
 
 from tests.chaos import report
 from tests.chaos.runner import FULL, REAL_MODEL, Campaign, Round, unhealthy
+from tests.chaos.saturation import saturate
 from tests.chaos.site import REAL, SIMULATED, Site
-from tests.chaos.table import Experiment, table
+from tests.chaos.table import Experiment, main_rows, table
 
-DOCUMENT = Path("docs/chaos.md")
+DOCUMENTS = {"sim": Path("docs/chaos.md"), "real": Path("docs/chaos-real.md")}
+OPTIONS = {"sim": SIMULATED, "real": REAL}
+SATURATE_MINUTES = 10.0
 TRIES_MAX = 3  # of a round, when this process slept
 
 
@@ -29,9 +32,12 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=None, help="per row, instead of the table's")
     parser.add_argument("--random", action="store_true", help="rows by chance, for --minutes")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
-    parser.add_argument("--engine", choices=("sim", "real"), default="sim")
+    parser.add_argument(
+        "--saturate", action="store_true", help="no fault but full load, for --minutes"
+    )
+    parser.add_argument("--engine", choices=OPTIONS, default="sim")
     parser.add_argument("--list", action="store_true", help="show the rows and end")
-    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT}")
+    parser.add_argument("--write", action="store_true", help="write docs/chaos*.md")
     parser.add_argument("--keep", action="store_true", help="histories of good rounds, too")
     parser.add_argument("--run-dir", type=Path, default=Path(".run/chaos"))
     return parser.parse_args(given)
@@ -59,9 +65,8 @@ async def run(args: argparse.Namespace, chosen: list[Experiment], seed: int) -> 
     done: list[Round] = []
     folder = args.run_dir.absolute() / "histories"
     while True:
-        simulated = args.engine == "sim"
-        options, load = (SIMULATED, FULL) if simulated else (REAL, REAL_MODEL)
-        async with Site(args.run_dir.absolute() / "mesh", *options) as site:
+        load = FULL if args.engine == "sim" else REAL_MODEL
+        async with Site(args.run_dir.absolute() / "mesh", *OPTIONS[args.engine]) as site:
             campaign = Campaign(site, seed, folder, load, keep=args.keep)
             calm = await campaign.calm()
             print(f"calm: {calm.requests} requests, {len(calm.violations)} violations", flush=True)
@@ -108,9 +113,8 @@ def tell(one: Round) -> None:
 def main() -> int:
     """Exit 1 when a promise was broken."""
     args = arguments()
-    chosen = [row for row in table() if args.fault in row.name]
-    if args.engine == "real":  # what a prompt can do to the simulated engine it cannot do to this
-        chosen = [row for row in chosen if not row.fault.startswith("poison")]
+    rows_of = {"sim": table, "real": main_rows}[args.engine]
+    chosen = [row for row in rows_of() if args.fault in row.name]
     if args.list:
         print(*(row.name for row in chosen), sep="\n")
         return 0
@@ -121,13 +125,16 @@ def main() -> int:
     # Of our own connections to the bus: that they break is what was asked for.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     started = time.monotonic()
+    if args.saturate:
+        site = Site(args.run_dir.absolute() / "mesh", *OPTIONS[args.engine])
+        return int(not asyncio.run(saturate(site, args.minutes or SATURATE_MINUTES, seed)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rounds = runner.run(run(args, chosen, seed))
     rows = report.rows(rounds)
     minutes = (time.monotonic() - started) / 60
     print(f"\n{report.markdown(rows)}\n\nSEED={seed}, {minutes:.1f} minutes")
     if args.write:
-        DOCUMENT.write_text(report.document(rows, seed, args.engine, minutes))
+        DOCUMENTS[args.engine].write_text(report.document(rows, seed, args.engine, minutes))
     return int(any(row.failed for row in rows))
 
 

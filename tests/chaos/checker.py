@@ -313,6 +313,18 @@ def gaps(requests: Iterable[Request], at: float) -> list[float]:
     return longest
 
 
+def ids_at_fault(lines: Iterable[Line], calm: Calm) -> float:
+    """What a stream under way held, on average: its prompt, and at least one id per delivery."""
+    lines = list(lines)
+    at = next((line.at for line in lines if isinstance(line, Injected)), 0.0)
+    held = [
+        used[0] + sum(told_at <= at for told_at in request.told_at)
+        for request in fold(lines)[0].values()
+        if request.under_way(at) and (used := calm.get(request.asked.ask, Answer()).used)
+    ]
+    return sum(held) / max(1, len(held))
+
+
 def firsts(requests: Iterable[Request], at: float) -> list[float]:
     """For each stream asked after `at`: how long its first delivery took."""
     return [

@@ -13,6 +13,7 @@ from tests.chaos.table import Experiment
 
 DIFFERENT = ("different", "foreign", "skipped", "truncated", "finish", "usage", "uncompared",
              "unrefused", "after_end", "stray")  # fmt: skip
+RECOMPUTE_FACTOR = 1.3
 HEAD = (
     "fault", "target", "rounds", "requests", "lost", "duplicated", "different", "failed",
     "untyped", "silent", "leaked", "re-drives", "gap p50", "p99", "max (n)", "first", "",
@@ -41,9 +42,12 @@ class Row(NamedTuple):
 
     @property
     def too_slow(self) -> bool:
-        """Whether the promised gap was missed."""
+        """Whether the promised gap was missed; to compute again what was lost is not in it."""
         bound = self.experiment.gap_p99_s
-        return bound is not None and bool(self.gaps_s) and quantile(self.gaps_s, 0.99) > bound
+        if bound is None or not self.gaps_s:
+            return False
+        recompute_s = max(one.recompute_s for one in self.rounds)
+        return quantile(self.gaps_s, 0.99) > bound + RECOMPUTE_FACTOR * recompute_s
 
     @property
     def failed(self) -> bool:

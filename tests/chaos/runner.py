@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from tests.chaos.asks import BEGINS_LATE, mixed, stored, streams
-from tests.chaos.checker import Calm, Verdict, answers, check
+from tests.chaos.checker import Calm, Verdict, answers, check, ids_at_fault
 from tests.chaos.history import AtRest, Healed, History, Injected
 from tests.chaos.nemesis import Field, NotInjected
 from tests.chaos.site import Held, Site
@@ -32,10 +32,11 @@ class Load(NamedTuple):
     stored: int = 5  # requests that outlive their gateways, as long as the streams
     mixed: int = 33  # different requests that the lanes choose from
     patience_s: float = 60.0  # for any request to end
+    prefill_ids: int = 0  # of the prompt by which the calm run measures what a lost id costs
 
 
 FULL = Load()
-REAL_MODEL = Load(tokens=40, mixed=11, patience_s=600.0)
+REAL_MODEL = Load(tokens=120, mixed=11, patience_s=300.0, prefill_ids=1000)
 
 
 class Round(NamedTuple):
@@ -48,6 +49,7 @@ class Round(NamedTuple):
     redrives: Counter[str]  # by cause
     seconds: float
     slept_s: float  # the longest that our own loop, and so both proxies, stood still
+    recompute_s: float = 0.0  # what the ids of those that were re-driven take, one after the other
 
     @property
     def counts(self) -> bool:
@@ -97,6 +99,8 @@ class Campaign:
         self._seed = seed
         self._folder = folder
         self._patience_s = load.patience_s
+        self._prefill_ids = load.prefill_ids
+        self._id_s = 0.0  # to prefill one
         self._streams = streams(seed, load.streams, load.tokens)
         self._streams += stored(seed, load.stored, load.tokens)
         self._mixed = mixed(seed, load.mixed)
@@ -114,11 +118,21 @@ class Campaign:
                 await asyncio.gather(*map(clients.ask, self._streams))
                 await asyncio.gather(*map(clients.ask, self._mixed))
             await clients.close()
+            if self._prefill_ids:
+                self._id_s = await self._prefill_s() / self._prefill_ids
             await (await self._lookups(history)).burst(LOOKUPS)
             history.add(AtRest(leaks=await self.site.rest(None, REST_S)))
             self._calm = answers(history.lines)
             self._baseline = await self.site.held()
             return check(history.lines, self._calm)
+
+    async def _prefill_s(self) -> float:
+        """How long a prompt takes that nobody has seen."""
+        ids = [random.randint(1000, 20000) for _ in range(self._prefill_ids)]
+        body = {"model": self.site.mesh.model, "prompt": ids, "max_tokens": 1}
+        started = time.monotonic()
+        await self.site.mesh.post("/v1/completions", body)
+        return time.monotonic() - started
 
     async def round(self, experiment: Experiment, number: int) -> Round:
         """One fault under load."""
@@ -148,7 +162,10 @@ class Campaign:
         if not verdict.violations and not self._keep:
             path.unlink()
         seconds = time.monotonic() - started
-        return Round(experiment, number, path, verdict, redrives, seconds, watch.slept_s)
+        recompute_s = self._id_s * ids_at_fault(history.lines, self._calm) * redrives.total()
+        return Round(
+            experiment, number, path, verdict, redrives, seconds, watch.slept_s, recompute_s
+        )
 
     async def _under_load(self, experiment: Experiment, field: Field, history: History) -> None:
         over = asyncio.Event()

@@ -1,14 +1,18 @@
 """Take any one process away and the answer goes on."""
 
 import asyncio
+import json
 import os
 import random
 import signal
 
 import openai
 
+from shared.client import Client
+from shared.nats_bus import NatsBus
 from tests.mesh.cluster import Mesh
 
+BUS_STREAMS = 16
 SEED = int(os.environ.get("SEED", "1"))
 
 
@@ -90,3 +94,64 @@ async def test_each_idle_process_killed_comes_back(sim_mesh: Mesh) -> None:
         await sim_mesh.all_ready(restarts=count)
         async with sim_mesh.client() as client:
             assert await answer(client, sim_mesh.model, 1, tokens=20) == before, name
+
+
+async def test_a_worker_that_wakes_finds_its_streams_elsewhere(sim_mesh: Mesh) -> None:
+    """SIGSTOP a worker until its streams have gone on without it, then SIGCONT: what it still sends
+    comes late, is counted and is dropped.
+    """
+    async with sim_mesh.client() as client:
+        calm = await asyncio.gather(*(answer(client, sim_mesh.model, n) for n in range(8)))
+        sleeper = sim_mesh.processes("gpu_worker")[0]["pid"]
+        streams = await begun(client, sim_mesh.model)
+        os.killpg(sleeper, signal.SIGSTOP)
+        try:
+            await sim_mesh.counted("shoal:redrives_total")
+        finally:
+            os.killpg(sleeper, signal.SIGCONT)
+        assert await asyncio.gather(*streams) == calm
+    assert sim_mesh.restarts() == 0
+    assert await late_tokens(sim_mesh) > 0
+    await sim_mesh.quiet()
+
+
+async def late_tokens(mesh: Mesh) -> int:
+    """What detokenizers got of legs that others run by now."""
+    client = await mesh.insider()
+    reply = await client.request("$SRV.STATS.shoal-detokenizer", b"", timeout=10)
+    await client.close()
+    late: int = json.loads(reply.data)["endpoints"][0]["data"].get("late", 0)
+    return late
+
+
+async def test_streams_on_the_bus_outlive_the_bus(sim_mesh: Mesh) -> None:
+    """NATS is killed and comes back under 16 streams over it: each has its whole text, once."""
+    access = json.loads((sim_mesh.run_dir / "public.json").read_bytes())
+    bus = await NatsBus.connect(access["url"], access["user"], access["password"], name="test")
+    under_way = asyncio.Semaphore(0)
+
+    async def one(number: int) -> str:
+        text = ""
+        async for chunk in Client(bus, model=sim_mesh.model).complete(
+            prompt=f"Story number {number}.", max_tokens=200, ignore_eos=True, temperature=0
+        ):
+            text += "".join(choice["text"] for choice in chunk["choices"])
+            if chunk["choices"]:
+                under_way.release()
+        return text
+
+    calm = await asyncio.gather(*map(one, range(BUS_STREAMS)))
+    (nats_server,) = sim_mesh.processes("nats")
+    under_way = asyncio.Semaphore(0)
+    streams = [asyncio.create_task(one(number)) for number in range(BUS_STREAMS)]
+    for _ in range(2 * BUS_STREAMS):
+        await under_way.acquire()
+    os.kill(nats_server["pid"], signal.SIGKILL)
+    ended = sum(stream.done() for stream in streams)
+    stormy = await asyncio.gather(*streams)
+    await bus.close()
+
+    assert ended == 0, "the fault came too late"
+    assert stormy == calm
+    await sim_mesh.all_ready(restarts=1)
+    await sim_mesh.quiet()

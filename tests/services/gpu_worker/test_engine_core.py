@@ -188,16 +188,19 @@ def test_renewals_are_answered_with_state_and_progress() -> None:
 
 
 def test_a_draining_worker_finishes_what_it_has_and_sends_new_legs_elsewhere() -> None:
-    """Nobody is cut, nobody new comes in."""
+    """Nobody is cut, nobody new comes in, and nobody waits here for a place."""
     worker = Worker()
     worker.run(choice=0)
-    worker.core.refuse_new()
-    worker.run(choice=1)
+    worker.steps(1)
+    worker.run(choice=1)  # still waits
+    worker.core.refuse_new(worker.now)
+    worker.run(choice=2)
     worker.steps()
     sent = worker.take()
 
-    assert [(lost.choice, lost.reason) for lost in sent.lost] == [(1, "drain")]
+    assert [(lost.choice, lost.reason) for lost in sent.lost] == [(1, "drain"), (2, "drain")]
     assert sent.ids == truth()
+    worker.assert_empty()
 
 
 def test_the_end_of_the_drain_moves_what_is_left() -> None:
