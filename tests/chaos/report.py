@@ -50,8 +50,17 @@ class Row(NamedTuple):
         return quantile(self.gaps_s, 0.99) > bound + RECOMPUTE_FACTOR * recompute_s
 
     @property
+    def moved(self) -> bool:
+        """Whether a stream was driven again where none that runs may be: one that waits goes to a
+        new leader, or is sent once more.
+        """
+        return self.experiment.still and any(
+            one.redrives.keys() - {"leader", "resend"} for one in self.rounds
+        )
+
+    @property
     def failed(self) -> bool:
-        return any(verdict.violations for verdict in self.verdicts) or self.too_slow
+        return self.word() != "ok"
 
     def cells(self) -> tuple[str, ...]:
         gaps, ends = self.gaps_s, self.ends()
@@ -80,6 +89,8 @@ class Row(NamedTuple):
             return "NOT INJECTED"
         if any(verdict.violations for verdict in self.verdicts):
             return "FAILED"
+        if self.moved:
+            return "MOVED"
         return "SLOW" if self.too_slow else "ok"
 
 

@@ -43,6 +43,7 @@ class Experiment(NamedTuple):
     allowed: Allowed = Allowed()
     gap_p99_s: float | None = None  # the promise, where one is made
     lookups: bool = False  # kv_tier lives and is asked all the time
+    still: bool = False  # no stream that runs is moved
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ def kills() -> list[Experiment]:
                    gap_p99_s=0.5),
         Experiment("kill", "detokenizer", lambda: Kill("detokenizer"), 0, main, gap_p99_s=0.5),
         Experiment("kill", "scheduler.leader", lambda: Kill("scheduler.leader"), 0, main,
-                   gap_p99_s=0.5),
+                   gap_p99_s=0.5, still=True),
         Experiment("kill", "nats", lambda: Kill("nats"), 0, main, gap_p99_s=3.0),
         Experiment("kill", "scheduler.standby", lambda: Kill("scheduler.standby"), gap_p99_s=0.5),
         Experiment("kill", "tokenizer", lambda: Kill("tokenizer"), gap_p99_s=0.5),
@@ -79,8 +80,8 @@ def pauses() -> list[Experiment]:
         Experiment("pause", "gpu_worker.io", lambda: Pause("gpu_worker.io"), hold, gap_p99_s=1.5),
         Experiment("pause", "gpu_worker.engine", lambda: Pause("gpu_worker.engine"), hold),
         Experiment("pause", "detokenizer", lambda: Pause("detokenizer"), hold, gap_p99_s=1.5),
-        Experiment("pause", "scheduler.leader", lambda: Pause("scheduler.leader"), hold,
-                   gap_p99_s=0.5),
+        Experiment("pause", "scheduler.leader", lambda: Pause("scheduler.leader"), 5.0,
+                   gap_p99_s=0.5, still=True),
         Experiment("pause", "scheduler.standby", lambda: Pause("scheduler.standby"), hold,
                    gap_p99_s=0.5),
         Experiment("pause", "tokenizer", lambda: Pause("tokenizer"), hold, gap_p99_s=0.5),
@@ -89,7 +90,7 @@ def pauses() -> list[Experiment]:
         Experiment("pause", "gateway", lambda: Pause("gateway"), hold),
         # Longer than a gateway may be silent before another adopts what it ran.
         Experiment("pause 8 s", "gateway", lambda: Pause("gateway"), 8.0),
-        Experiment("pause", "nats", lambda: Pause("nats"), 2.0),
+        Experiment("pause", "nats", lambda: Pause("nats"), 2.0, still=True),
         Experiment("pause all", "gpu_worker", lambda: Pause("gpu_worker", everyone=True), 3.0),
     ]  # fmt: skip
 

@@ -62,6 +62,25 @@ def test_a_gap_over_the_promise_is_slow() -> None:
     assert (row.failed, row.word()) == (False, "ok")
 
 
+@pytest.mark.parametrize(
+    ("causes", "word"),
+    [({"leader": 3, "resend": 1}, "ok"), ({"leader": 3, "gap": 1}, "MOVED"), ({}, "ok")],
+)
+def test_a_row_may_say_that_no_running_stream_moves(causes: dict[str, int], word: str) -> None:
+    """What waits goes to the next leader; what runs stays."""
+    still = EXPERIMENT._replace(still=True)
+    [row] = report.rows([one()._replace(experiment=still, redrives=Counter(causes))])
+    assert row.word() == word
+
+
+def test_what_is_computed_again_is_not_in_the_promised_gap() -> None:
+    """0.5 s, and 1.3 times what the lost ids take."""
+    [row] = report.rows([one(gap_s=1.7)._replace(recompute_s=1.0)])
+    assert row.word() == "ok"
+    [row] = report.rows([one(gap_s=1.9)._replace(recompute_s=1.0)])
+    assert row.word() == "SLOW"
+
+
 def test_a_watcher_that_slept_believes_wrong_answers_only() -> None:
     """Both proxies stand still with this process: silence was its own, wrong text was not."""
     assert one("silent").counts
