@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.gpu_worker.block_pool import BlockPool
+from services.gpu_worker.pace import Pace
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from shared.kv import BlockHash, extend_hash
@@ -45,9 +46,12 @@ class Batcher:
     later (or finds its own blocks still cached). The first in order always moves, so all end.
     """
 
-    def __init__(self, pool: BlockPool, *, max_legs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, pool: BlockPool, pace: Pace, *, max_legs: int, max_batched_tokens: int
+    ) -> None:
         assert max_batched_tokens >= max_legs >= 1
         self.pool = pool
+        self.pace = pace
         self.max_legs = max_legs
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Entry] = []
@@ -100,18 +104,18 @@ class Batcher:
 
     def schedule(self) -> list[Scheduled]:
         """The rows of the next step, decode rows first. Empty = nothing to do."""
-        batch: list[Scheduled] = []
-        budget = self.max_batched_tokens
-
         # Decode: one id each. A victim comes after the row that needs its blocks, so no row that
         # is already in the batch loses them.
-        for entry in [e for e in self.running if e.num_missing == 1]:
-            if entry.running and self._grow(entry):
-                batch.append(Scheduled(entry.sequence, 1))
-                budget -= 1
+        batch = [
+            Scheduled(entry.sequence, 1)
+            for entry in [e for e in self.running if e.num_missing == 1]
+            if entry.running and self._grow(entry)
+        ]
 
-        # Prefill: what is left of the budget goes down the order, part-way prompts and new ones
-        # alike. The first that cannot be admitted holds back those after it, or it would starve.
+        # Prefill: the budget that the pace leaves goes down the order, part-way prompts and new
+        # ones alike. The first that cannot be admitted holds back those after it, or it would
+        # starve.
+        budget = self.pace.num_prompt_ids(len(batch), self.max_batched_tokens - len(batch))
         prefilling = [e for e in self.running if e.num_missing > 1]
         admitting = True
         computing: set[BlockHash] = set()

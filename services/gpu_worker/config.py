@@ -1,10 +1,12 @@
 """What a worker can be told: `[gpu_worker]` of cluster.toml."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.config import Count, Natural, NotNegative
+
+AtLeastOne = Annotated[float, Meta(ge=1)]
 
 EX_CONFIG = 78
 """Exit status of an engine for which a file or a setting is no good, as sysexits.h has it."""
@@ -44,6 +46,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_model_len: Count | None = None  # ids; None = what the model was trained for
     max_legs: Count = 64  # legs in one step; beyond, a CPU step outlasts a reader's patience
     max_batched_tokens: Count = 256  # ids in one step; larger prefill chunks gain nothing on a CPU
+    slowdown_max: AtLeastOne = 2.5  # times the time between two tokens of a running stream, while
+    # prompts are computed beside it; their share of a step follows from measured times
     max_waiting: Count = 1024  # legs not in a step; more are refused as overloaded
     lease_s: NotNegative = 5.0  # a leg not renewed for this long is dropped
     finished_s: NotNegative = 10.0  # a finished leg can be asked for or adopted for this long

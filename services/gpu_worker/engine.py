@@ -152,6 +152,7 @@ class Engine:
         if (ended - started) * 1000 > self._bound_ms:
             self._core.slept(ended)  # no step lasts that long: this process was stopped
         self._enter("work", _WORK_BOUND_MS)
+        self._core.took(batch, ended - started)
         self._core.finish(batch, outcomes, ended)
         return True
 

@@ -9,6 +9,7 @@ from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.execution import Announce, Execution, silent
 from services.gpu_worker.faults import Fault, error_of
 from services.gpu_worker.legs import Leg, LegTable
+from services.gpu_worker.pace import Pace
 from services.gpu_worker.reports import Address, Reports
 from services.gpu_worker.runner import ModelRunner, ModelSpec, Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
@@ -50,7 +51,10 @@ class EngineCore:
         self.max_model_len = min(spec.max_model_len, spec.num_blocks * spec.block_size)
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
         self.batcher = Batcher(
-            self.pool, max_legs=config.max_legs, max_batched_tokens=config.max_batched_tokens
+            self.pool,
+            Pace(config.slowdown_max),
+            max_legs=config.max_legs,
+            max_batched_tokens=config.max_batched_tokens,
         )
         self._runner = runner
         self._execution = Execution(runner, self.counters)
@@ -275,6 +279,12 @@ class EngineCore:
     def execute(self, batch: list[Scheduled], announce: Announce = silent) -> list[Outcome]:
         """Compute `batch`; see `Execution.run`."""
         return self._execution.run(batch, announce)
+
+    def took(self, batch: list[Scheduled], seconds: float) -> None:
+        """`execute(batch)` lasted so long; later steps are paced by it."""
+        decoding = sum(row.num_tokens == 1 for row in batch)
+        prompt_ids = sum(row.num_tokens for row in batch) - decoding
+        self.batcher.pace.took(decoding, prompt_ids, seconds)
 
     def finish(self, batch: list[Scheduled], outcomes: list[Outcome], now: float) -> None:
         """Take the outcome of `plan`'s batch and report it."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import SimConfig
+from services.gpu_worker.pace import Pace
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
@@ -25,7 +26,10 @@ class Bench:
         config = SimConfig(num_blocks=num_blocks, vocab_size=1000)
         self.runner = SimulatedRunner(config)
         self.batcher = Batcher(
-            BlockPool(num_blocks, BLOCK_SIZE), max_legs=max_legs, max_batched_tokens=max_tokens
+            BlockPool(num_blocks, BLOCK_SIZE),
+            Pace(slowdown=2.5),
+            max_legs=max_legs,
+            max_batched_tokens=max_tokens,
         )
 
     def add(self, prompt: list[int], length: int = 8, **place: Any) -> Sequence:

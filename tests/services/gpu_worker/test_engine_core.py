@@ -218,3 +218,23 @@ def test_the_end_of_the_drain_moves_what_is_left() -> None:
     ]
     assert [reason for _, _, reason in sent.ended] == ["moved"] * 3
     worker.assert_empty()
+
+
+def test_a_prompt_beside_a_stream_is_paced_by_what_steps_took() -> None:
+    """Told the time of its steps, a core gives a prompt as many ids as a running stream can spare;
+    with nobody running, whole chunks.
+    """
+    worker = Worker(slowdown_max=2, lease_s=1e9)
+    sizes = []
+    worker.run(prompt_ids=pack_ids(range(320)), sampling=SamplingParams(max_tokens=60))
+    while batch := worker.core.plan():
+        sizes.append([row.num_tokens for row in batch])
+        worker.core.took(batch, 0.010 + 0.001 * sum(sizes[-1]))
+        worker.core.finish(batch, worker.core.execute(batch), worker.now)
+        if len(sizes) == 20:
+            worker.run(choice=1, prompt_ids=pack_ids(range(500, 800)))
+
+    assert sizes[:2] == [[256], [64]]
+    beside = [chunks[1] for chunks in sizes if len(chunks) == 2 and chunks[1] > 1]
+    assert sum(beside) >= 300 - 16
+    assert all(9 <= chunk <= 11 for chunk in beside[3:-1]), beside
