@@ -103,27 +103,38 @@ struct Mask {
   int window;    // 0 = from the beginning
 };
 
-// One row of scores [first, last) pages -> unnormalized weights in bf16; returns their sum.
+// One row of scores of pages [first, last) -> unnormalized weights in bf16; returns their sum.
 inline float softmax(float* scores, int first, int last, Mask mask, float cap, uint16_t* weights) {
-  const float nothing = -INFINITY;
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int begin = mask.window ? std::max(0, mask.position - mask.window + 1) : 0;
-  Floats best = all(nothing);
-  for (int page = first; page < last; page++) {
-    Floats x = load<Floats>(scores + page * PAGE);
-    if (cap > 0.0f) x = cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f);  // cap * tanh(x / cap)
+  const int whole = std::max(first, (begin + PAGE - 1) / PAGE);  // the first page seen in full,
+  const int rest = std::max(whole, (mask.position + 1) / PAGE);  // and the first after them
+  auto seen = [&](int page) {
     const Ints token = page * PAGE + lane;
-    x = (token <= mask.position) & (token >= begin) ? x : all(nothing);
-    store(scores + page * PAGE, x);
-    best = max(best, x);
-  }
+    return (token <= mask.position) & (token >= begin);
+  };
+  auto each = [&](auto work) {
+    for (int page = first; page < whole; page++) work(page, seen(page));
+    for (int page = whole; page < rest; page++) work(page, ~Ints{});
+    for (int page = rest; page < last; page++) work(page, seen(page));
+  };
+  Floats best = all(-INFINITY);
+  each([&](int page, Ints shown) {
+    Floats x = load<Floats>(scores + page * PAGE);
+    if (cap > 0.0f) {
+      x = cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f);  // cap * tanh(x / cap)
+      store(scores + page * PAGE, x);
+    }
+    best = max(best, shown ? x : all(-INFINITY));
+  });
   const float top = max(best);
   Floats total = {};
-  for (int page = first; page < last; page++) {
-    const Halves weight = to_bf16(exp(load<Floats>(scores + page * PAGE) - top));
+  each([&](int page, Ints shown) {
+    const Floats x = roughly_exp(load<Floats>(scores + page * PAGE) - top);
+    const Halves weight = to_bf16(shown ? x : Floats{});
     store(weights + page * PAGE, weight);
     total = total + from_bf16(weight);
-  }
+  });
   return sum(total);
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 
 #include "vector.h"
@@ -44,23 +45,21 @@ constexpr int K_STEP = 64;  // inputs of one AMX product
 
 // One row of `count` floats, `count` a multiple of 16; bytes up to `padded` become zero.
 inline void quantize(const float* x, int count, int padded, int group, uint8_t* bytes, float* scales) {
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
   for (int begin = 0, g = 0; begin < padded; begin += group, g++) {
     const int end = std::min(begin + group, count);
-    Floats peak = {}, nothing = {};
-    for (int i = begin; i < end; i += LANES) {
-      const Floats v = load<Floats>(x + i);
-      peak = max(peak, abs(v));
-      nothing = nothing + v * 0.0f;  // NaN from what is not finite
-    }
+    Ints peak = {};  // bits of |x|: in the order of the numbers, and above them what is not finite
+    for (int i = begin; i < end; i += LANES) peak = max(peak, load<Ints>(x + i) & 0x7fffffff);
+    const int32_t bits = max(peak);
+    float top;
+    std::memcpy(&top, &bits, sizeof top);
     // A NaN or an infinity must not be rounded away: its whole group becomes NaN.
-    const float top = max(peak), zero = sum(nothing);
-    const bool sound = zero == 0.0f;
-    scales[g] = sound ? top / 127.0f : zero;
+    const bool sound = bits < 0x7f800000;
+    scales[g] = sound ? top / 127.0f : NAN;
     const float inverse = sound && top > 0.0f ? 127.0f / top : 0.0f;
     for (int i = begin; i < end; i += LANES) {
-      const Ints q = to_ints(rounded(load<Floats>(x + i) * inverse)) + 128;
-      typedef uint8_t Bytes __attribute__((vector_size(16)));
-      store(bytes + i, __builtin_convertvector(q, Bytes));
+      const Floats steps = load<Floats>(x + i) * inverse + (MAGIC + 128.0f);
+      store(bytes + i, __builtin_convertvector(as_ints(steps) & 0xff, Bytes));
     }
     for (int i = std::max(begin, end); i < std::min(begin + group, padded); i++) bytes[i] = 128;
   }
