@@ -15,13 +15,23 @@ STEP = 64  # inputs: of one product on the matrix unit, and of one group
 class PackedMatrix(NamedTuple):
     """See `Matrix` in gemm.h; `out` and `in_` are padded with zeros."""
 
-    out: int
-    in_: int
-    group: int
     weights: Tensor  # int8 [out / 16, in / 4, 16, 4]
     scales: Tensor  # fp32 [out]
     offsets: Tensor  # int32 [in / group, out]
     bias: Tensor | None  # fp32 [out]
+
+    @property
+    def out(self) -> int:
+        return len(self.scales)
+
+    @property
+    def in_(self) -> int:
+        return 4 * self.weights.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale of the activations."""
+        return self.in_ // len(self.offsets)
 
 
 def padded(count: int, unit: int = STEP) -> int:
@@ -44,15 +54,7 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, grouped: bool = False) -
     if bias is not None:
         wide = bias.new_zeros(rows, dtype=torch.float32)
         wide[: len(bias)] = bias
-    return PackedMatrix(
-        out=rows,
-        in_=columns,
-        group=group,
-        weights=panels,
-        scales=scales,
-        offsets=(128 * sums).t().contiguous(),
-        bias=wide,
-    )
+    return PackedMatrix(panels, scales, (128 * sums).t().contiguous(), wide)
 
 
 def pad_blocks(weight: Tensor, blocks: int, size: int, dim: int) -> Tensor:

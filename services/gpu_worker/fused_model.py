@@ -1,7 +1,8 @@
 """The compiled step behind `StepModel`."""
 
 from services.gpu_worker.models.decoder import DecoderConfig
-from services.gpu_worker.models.fused import FusedDecoder, Span, head_dim_of
+from services.gpu_worker.models.fused import FusedDecoder, Span
+from services.gpu_worker.models.fused_weights import head_dim_of
 from services.gpu_worker.runner import Scheduled
 from services.gpu_worker.scoring import Logits
 from shared.kv import BLOCK_SIZE

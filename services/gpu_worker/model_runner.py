@@ -13,6 +13,7 @@ from services.gpu_worker.fused_model import FusedModel, fused_block_bytes
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
+from services.gpu_worker.models.fused_weights import pack_weights
 from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled, StepModel
 from services.gpu_worker.sampler import Sampler
 from services.gpu_worker.scoring import score
@@ -72,7 +73,11 @@ def load_runner(
     model: StepModel
     if int8:
         decoder = FusedDecoder(
-            config, weights, spec.max_model_len, num_blocks, settings["num_threads"]
+            config,
+            pack_weights(config, weights),
+            spec.max_model_len,
+            num_blocks,
+            settings["num_threads"],
         )
         model = FusedModel(decoder)
     else:

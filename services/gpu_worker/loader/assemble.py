@@ -1,7 +1,7 @@
 """From named tensors of a file to `DecoderWeights`; what GGUF and safetensors have in common."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,19 +48,17 @@ class Tensors(Protocol):
 def assemble(
     tensors: Tensors, names: Names, config: DecoderConfig, tied: bool, dtype: torch.dtype
 ) -> DecoderWeights:
-    """Check every tensor first; each is read when it is taken, straight into its place."""
+    """Check every tensor first; each is read when it is called for, straight into its place."""
     shapes = _shapes(names, config, tied)
     for name, shape in shapes.items():
         tensors.check(name, shape)
     reader = _Reader(tensors, shapes, dtype)
-    embedding = reader.stacked([f"{names.embedding}.weight"])
+    embedding = cache(partial(reader.stacked, [f"{names.embedding}.weight"]))
     return DecoderWeights(
         embedding=embedding,
         layers=_layers(reader, names, config.num_layers),
         norm=reader.norm(f"{names.norm}.weight"),
-        lm_head=(lambda: embedding)
-        if tied
-        else partial(reader.stacked, [f"{names.lm_head}.weight"]),
+        lm_head=embedding if tied else partial(reader.stacked, [f"{names.lm_head}.weight"]),
     )
 
 

@@ -74,7 +74,7 @@ class LayerWeights(NamedTuple):
 class DecoderWeights:
     """What a loader hands over. `layers` is read once, and the file is closed when this is gone."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Callable[[], Tensor]  # [vocab, hidden]; read once, and kept
     layers: Iterable[LayerWeights]
     norm: Tensor  # [hidden] fp32
     lm_head: Callable[[], Tensor]  # [vocab, hidden]; the embedding itself when tied
@@ -144,8 +144,8 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_model_len: int) -> None:
         self.config = config
-        self.dtype = weights.embedding.dtype
-        self._embedding = weights.embedding
+        self._embedding = weights.embedding()
+        self.dtype = self._embedding.dtype
         self._layers = [
             _Layer(config, layer, window, self.dtype)
             for layer, window in zip(weights.layers, config.windows, strict=True)

@@ -7,6 +7,7 @@ import torch
 
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.models.fused import FusedDecoder, Span
+from services.gpu_worker.models.fused_weights import pack_weights
 from tests.services.gpu_worker.tiny_families import CASES, VOCAB, reference, reference_logits
 
 IDS = [(7 * i * i + 3 * i + 1) % VOCAB for i in range(150)]
@@ -21,7 +22,7 @@ def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     model.save_pretrained(folder)
     config, weights = load_model(folder, torch.float32)
-    fused = FusedDecoder(config, weights, 300, 40, num_threads=2)
+    fused = FusedDecoder(config, pack_weights(config, weights), 300, 40, num_threads=2)
     yield model, fused
     fused.close()
 
@@ -93,7 +94,7 @@ def test_more_threads_than_it_has_room_for_are_fewer(pair, tmp_path):
     """And the logits the same."""
     pair[0].save_pretrained(tmp_path)
     config, weights = load_model(tmp_path, torch.float32)
-    many = FusedDecoder(config, weights, 300, 40, num_threads=100)
+    many = FusedDecoder(config, pack_weights(config, weights), 300, 40, num_threads=100)
     assert torch.equal(computed(many, [40]), computed(pair[1], [40]))
     many.close()
 
@@ -101,4 +102,4 @@ def test_more_threads_than_it_has_room_for_are_fewer(pair, tmp_path):
 def test_more_query_heads_than_it_has_room_for_are_refused():
     config = types.SimpleNamespace(num_heads=129, num_kv_heads=1)
     with pytest.raises(ValueError, match="129 query heads"):
-        FusedDecoder(config, None, 1, 1, 1)
+        FusedDecoder(config, {}, 1, 1, 1)

@@ -127,7 +127,7 @@ def flat(loaded):
         for part in layer:
             layers += part() if callable(part) else [part]
     layers = [tensor for tensor in layers if tensor is not None]
-    return [found.embedding, found.norm, found.lm_head(), *layers]
+    return [found.embedding(), found.norm, found.lm_head(), *layers]
 
 
 def test_both_formats_give_the_same_weights(tmp_path):
@@ -157,7 +157,7 @@ def test_quantized_tensors_are_read_as_they_were_written(tmp_path, name):
     arrays = to_gguf(weights())
     _, found = load_model(write_gguf(tmp_path / "m.gguf", arrays, kind), torch.float32)
     expected = dequantize(quantize(arrays["token_embd.weight"], kind), kind)
-    assert np.array_equal(found.embedding.numpy(), expected)
+    assert np.array_equal(found.embedding().numpy(), expected)
 
 
 def test_shards_are_found_through_the_index(tmp_path):
@@ -179,9 +179,9 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     del tensors["lm_head.weight"]
     config = CONFIG | {"tie_word_embeddings": True}
     _, found = load_model(write_directory(tmp_path / "hf", config, tensors), torch.float32)
-    assert found.lm_head() is found.embedding
+    assert found.lm_head() is found.embedding()
     _, found = load_model(write_gguf(tmp_path / "m.gguf", to_gguf(tensors)), torch.float32)
-    assert found.lm_head() is found.embedding
+    assert found.lm_head() is found.embedding()
 
 
 def test_matrices_come_in_the_dtype_asked_for_and_norms_in_fp32(tmp_path):
@@ -189,7 +189,7 @@ def test_matrices_come_in_the_dtype_asked_for_and_norms_in_fp32(tmp_path):
     _, found = load_model(write_directory(tmp_path / "hf", tensors=tensors), torch.bfloat16)
     layer = next(iter(found.layers))
     assert (
-        found.embedding.dtype
+        found.embedding().dtype
         == layer.qkv().weight.dtype
         == layer.down().weight.dtype
         == torch.bfloat16

@@ -11,6 +11,7 @@ from services.gpu_worker.loader import load_model
 from services.gpu_worker.model_runner import DecoderRunner
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
+from services.gpu_worker.models.fused_weights import pack_weights
 from services.gpu_worker.runner import ModelSpec
 from services.gpu_worker.torch_model import TorchModel
 from shared.kv import BLOCK_SIZE
@@ -144,7 +145,8 @@ def int8_runner_of(path: Any) -> DecoderRunner:
     """Our runner over the model at `path`, as the compiled step."""
     config, weights = load_model(path, torch.float32)
     spec = _spec(config)
-    decoder = FusedDecoder(config, weights, spec.max_model_len, spec.num_blocks, num_threads=2)
+    arrays = pack_weights(config, weights)
+    decoder = FusedDecoder(config, arrays, spec.max_model_len, spec.num_blocks, num_threads=2)
     return DecoderRunner(FusedModel(decoder), spec)
 
 
