@@ -14,26 +14,34 @@ from shared.messages import LegState
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A sequence and its place in the order: lower priority number first, then arrival."""
+    """A sequence and its place in the order: lower priority number first, then who comes with ids
+    that a reader has (a stream that another worker has lost stands still), then arrival.
+    """
 
     sequence: Sequence
     priority: int
     arrival: int
     alone: bool
+    resumed: bool
     running: bool = False
     preempted: bool = False
 
     @property
-    def order(self) -> tuple[int, int]:
-        return (self.priority, self.arrival)
+    def order(self) -> tuple[int, bool, int]:
+        return (self.priority, not self.resumed, self.arrival)
 
     @property
     def num_missing(self) -> int:
         """Known ids that are not computed; 1 = the next step decodes."""
         return self.sequence.num_tokens - self.sequence.num_computed_tokens
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether a reader waits for its next id until a prefill is done."""
+        return self.num_missing > 1 and bool(self.sequence.output_ids)
 
-def in_order(entry: Entry) -> tuple[int, int]:
+
+def in_order(entry: Entry) -> tuple[int, bool, int]:
     """Sort key of `Batcher.waiting` and `Batcher.running`."""
     return entry.order
 
@@ -66,7 +74,8 @@ class Batcher:
         `alone` = until its first new id it runs only while nothing else runs here, so that it harms
         nobody.
         """
-        entry = Entry(sequence, priority, self._arrivals, alone)
+        resumed = bool(sequence.output_ids)
+        entry = Entry(sequence, priority, self._arrivals, alone, resumed)
         self._arrivals += 1
         self._entries[sequence] = entry
         insort(self.waiting, entry, key=in_order)
@@ -112,10 +121,9 @@ class Batcher:
             if entry.running and self._grow(entry)
         ]
 
-        # Prefill: the budget that the pace leaves goes down the order, part-way prompts and new
-        # ones alike. The first that cannot be admitted holds back those after it, or it would
-        # starve.
-        budget = self.pace.num_prompt_ids(len(batch), self.max_batched_tokens - len(batch))
+        # Prefill: the budget goes down the order, part-way prompts and new ones alike. The first
+        # that cannot be admitted holds back those after it, or it would starve.
+        budget = self._prefill_budget(len(batch))
         prefilling = [e for e in self.running if e.num_missing > 1]
         admitting = True
         computing: set[BlockHash] = set()
@@ -164,6 +172,15 @@ class Batcher:
         assert len(self.running) <= self.max_legs
 
     # --- admission ---
+
+    def _prefill_budget(self, decoding: int) -> int:
+        """What the pace leaves beside rows that decode. Streams that stand still are paced for
+        nobody: they have waited longer than those that are held up.
+        """
+        limit = self.max_batched_tokens - decoding
+        if any(entry.stands_still for entry in self._entries.values()):
+            return limit
+        return self.pace.num_prompt_ids(decoding, limit)
 
     def _may_admit(self, entry: Entry, cached: list[int]) -> bool:
         if len(self.running) >= self.max_legs:

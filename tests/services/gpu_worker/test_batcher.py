@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import SimConfig
-from services.gpu_worker.pace import Pace
+from services.gpu_worker.pace import IDS_MIN, Pace
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
 from services.gpu_worker.simulated import SimulatedRunner
@@ -32,8 +32,11 @@ class Bench:
             max_batched_tokens=max_tokens,
         )
 
-    def add(self, prompt: list[int], length: int = 8, **place: Any) -> Sequence:
-        sequence = Sequence(prompt, SamplingParams(max_tokens=length, seed=len(prompt)))
+    def add(
+        self, prompt: list[int], length: int = 8, output: tuple[int, ...] = (), **place: Any
+    ) -> Sequence:
+        sampling = SamplingParams(max_tokens=length, seed=len(prompt))
+        sequence = Sequence(prompt, sampling, output_ids=[*output])
         self.batcher.add(sequence, **place)
         return sequence
 
@@ -161,6 +164,30 @@ def test_lower_priority_numbers_go_first_then_arrival() -> None:
 
     assert rows(bench.step()) == [(first, 6), (second, 4)]
     assert rows(bench.step())[1:] == [(second, 2), (late, 7)]
+
+
+def test_a_stream_that_comes_from_elsewhere_goes_before_new_prompts() -> None:
+    """Its reader has begun to read."""
+    bench = Bench(max_tokens=16)
+    new = bench.add([5] * 40)
+    moved = bench.add([6] * 12, output=(7, 8))
+    more_important = bench.add([9] * 4, priority=-1)
+    assert bench.step() == [(more_important, 4), (moved, 12)]
+    assert bench.step() == [(more_important, 1), (moved, 2), (new, 13)]
+
+
+def test_prompts_are_paced_but_not_while_a_stream_stands_still() -> None:
+    """Beside a row that decodes a prompt takes few ids; a lost stream takes what there is."""
+    bench = Bench(max_tokens=64)
+    reader = bench.add([5], length=30)
+    bench.step()
+    for decoding, prompt_ids in ((1, 0), (1, 10)):
+        bench.batcher.pace.took(decoding, prompt_ids, 1.0 + prompt_ids)
+    new = bench.add([6] * 200)
+    assert bench.step() == [(reader, 1), (new, IDS_MIN)]
+    moved = bench.add([7] * 30, output=(8, 9))
+    assert bench.step() == [(reader, 1), (moved, 32), (new, 31)]
+    assert bench.step() == [(moved, 1), (reader, 1), (new, IDS_MIN)]
 
 
 def test_out_of_blocks_the_last_in_order_is_preempted_and_goes_on_exactly() -> None:
