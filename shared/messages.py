@@ -427,6 +427,7 @@ class Beat(Message, frozen=True, kw_only=True):
     max_model_len: int = 0
     prefill_tokens_waiting: int = 0
     step_tokens: int = 0  # prefill budget of one step
+    engine_seconds: dict[str, float] = {}  # of a worker, once a second: by phase since its start
 
 
 class Beacon(Message, frozen=True, kw_only=True):

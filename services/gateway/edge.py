@@ -380,6 +380,7 @@ class Edge:
         self.meter.mesh(view.running, view.waiting, blocks, view.workers)
         self.meter.sessions(table.num_sessions, table.num_legs, table.redrives)
         self.meter.process(self.parts.stats())
+        self.meter.engines(view.engine_seconds)
 
 
 def wire_bytes(spec: SessionSpec) -> int:

@@ -78,6 +78,12 @@ EVENTS = Counter(
     ["gateway", "event"],
     registry=REGISTRY,
 )
+ENGINE_SECONDS = Counter(
+    "shoal:engine_phase_seconds",
+    "Where the time of a worker's engine went, since its start",
+    ["worker", "phase"],
+    registry=REGISTRY,
+)
 
 
 class Meter:
@@ -99,6 +105,7 @@ class Meter:
             SUCCESS.labels(*self._own, reason)
         self._redrives: dict[str, int] = {}
         self._events: dict[str, int] = {}
+        self._engines: dict[tuple[str, str], float] = {}
 
     def finished(self, reason: str) -> None:
         SUCCESS.labels(*self._own, reason).inc()
@@ -134,6 +141,17 @@ class Meter:
         for event, count in stats.items():
             EVENTS.labels(self.gateway, event).inc(count - self._events.get(event, 0))
         self._events = stats
+
+    def engines(self, seconds: dict[str, dict[str, float]]) -> None:
+        """Bring each worker's seconds by phase up to date; one that is gone is shown no longer."""
+        told = {
+            (worker, phase): s for worker, spent in seconds.items() for phase, s in spent.items()
+        }
+        for labels, spent in told.items():
+            ENGINE_SECONDS.labels(*labels).inc(max(0.0, spent - self._engines.get(labels, 0.0)))
+        for labels in self._engines.keys() - told.keys():
+            ENGINE_SECONDS.remove(*labels)
+        self._engines = told
 
 
 class Measure:

@@ -11,6 +11,7 @@ class MeshView:
         self.queued = 0
         self._heard = LastHeard()
         self._workers: dict[str, Beat] = {}
+        self.engine_seconds: dict[str, dict[str, float]] = {}  # of each live worker, by phase
         self._beacon: tuple[int, str] = (0, "")
 
     def receive(self, message: ToGateway, now: float) -> None:
@@ -18,6 +19,8 @@ class MeshView:
             case Beat(role="gpu_worker"):
                 self._heard.heard(message.instance, now)
                 self._workers[message.instance] = message
+                if message.engine_seconds:
+                    self.engine_seconds[message.instance] = message.engine_seconds
             case Died():
                 self._drop(message.instance)
             case Beacon() if (message.term, message.scheduler) >= self._beacon:
@@ -36,6 +39,7 @@ class MeshView:
     def _drop(self, instance: str) -> None:
         self._heard.forget(instance)
         self._workers.pop(instance, None)
+        self.engine_seconds.pop(instance, None)
         if instance == self._beacon[1]:
             self.queued = 0  # went with it; the next leader's beacon says what came back
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +33,7 @@ from shared.model_files import ModelFileError, read_model
 
 _LOAD_BOUND_MS = 600_000  # weights of a large model from a slow disk
 _WORK_BOUND_MS = 5_000  # between two steps: decode messages, plan, report
+_COUNT_S = 0.25  # a busy engine writes its counters so often
 _RECEIVE_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
@@ -88,11 +90,14 @@ class Engine:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._throttle = Throttle()
         self._bound_ms = 0
+        self._began = time.monotonic()
+        self._warm_up_s = core.seconds()
+        self._idle_s = 0.0
+        self._count_at = 0.0
 
     def run(self) -> None:
         """Until the channel is closed."""
         spec = self._core.spec
-        self._count()
         self._page.update(
             ready=1,
             detail="",
@@ -103,20 +108,25 @@ class Engine:
         busy = False
         while not self._channel.closed:
             if not busy:
-                self._enter("idle", 0)
-                self._channel.wait()
-            self._enter("work", _WORK_BOUND_MS)
+                self._idle()
             for body in self._channel.receive():
                 self._take(body)
             self._core.tick(time.monotonic())
-            self._count()  # what a long step keeps waiting is to be seen during it
             busy = self._step()
             self._send()
-            self._count()
         self._core.move_all(time.monotonic())
         self._send()
         self._channel.close()
         self._enter("exit", 0)
+
+    def _idle(self) -> None:
+        """Wait for something to do."""
+        self._count_at = 0.0  # what is shown meanwhile is all there is
+        self._enter("idle", 0)
+        started = time.monotonic()
+        self._channel.wait()
+        self._idle_s += time.monotonic() - started
+        self._enter("work", _WORK_BOUND_MS)
 
     def _take(self, body: bytes) -> None:
         kind, payload = parse_command(body)
@@ -163,20 +173,34 @@ class Engine:
             self._channel.send(b"".join(frames))
 
     def _enter(self, phase: str, bound_ms: int) -> None:
+        """Say what comes now, and what was taken before it: a long step keeps it waiting."""
+        core, now = self._core, time.monotonic()
         self._bound_ms = bound_ms
-        self._page.update(phase=phase, phase_started=time.monotonic(), phase_bound_ms=bound_ms)
-
-    def _count(self) -> None:
-        core = self._core
+        changes: dict[str, Any] = {}
+        if now >= self._count_at:
+            self._count_at = now + _COUNT_S
+            changes["counters"] = msgspec.json.encode(core.stats())
+            changes["seconds"] = msgspec.json.encode(self._seconds(now))
         self._page.update(
-            counters=msgspec.json.encode(core.stats()),
+            phase=phase,
+            phase_started=now,
+            phase_bound_ms=bound_ms,
             step=core.num_steps,
             load=core.load,
             waiting=core.waiting,
             prefill_tokens_waiting=core.prefill_tokens_waiting,
             term=core.term,
             free_blocks=core.free_blocks,
+            **changes,
         )
+
+    def _seconds(self, now: float) -> dict[str, float]:
+        """Where all time since the start went: the model's phases, waiting, and the loop itself."""
+        model = self._core.seconds()
+        spent = {phase: model[phase] - self._warm_up_s[phase] for phase in model}
+        spent["idle"] = self._idle_s
+        spent["loop"] = max(0.0, now - self._began - sum(spent.values()))
+        return {phase: round(seconds, 4) for phase, seconds in spent.items()}
 
 
 def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:

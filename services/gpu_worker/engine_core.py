@@ -96,6 +96,10 @@ class EngineCore:
             "preemptions": self.batcher.num_preemptions,
         }
 
+    def seconds(self) -> dict[str, float]:
+        """Time spent in each phase of the model since the start."""
+        return self._runner.seconds()
+
     # --- messages ---
 
     def receive(self, message: ToWorker, now: float) -> None:

@@ -23,6 +23,9 @@ class FusedModel:
     def clear(self, blocks: list[int]) -> None:
         self.decoder.pool[blocks] = 0
 
+    def seconds(self) -> dict[str, float]:
+        return self.decoder.seconds()
+
 
 def fused_block_bytes(config: DecoderConfig) -> int:
     """Size of one KV block over all layers, in bf16."""

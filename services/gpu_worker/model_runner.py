@@ -154,6 +154,7 @@ class DecoderRunner:
         self._sampler = Sampler(spec.end_ids)
         self._step_ms = 0.0  # measured by `warm_up`: a step of one row, and a further token
         self._token_ms = 0.0
+        self._sampling_s = 0.0
 
     def warm_up(self) -> None:
         """Prefill and decode in the first blocks of the pool; call it before the first step."""
@@ -181,6 +182,10 @@ class DecoderRunner:
         step_ms = self._step_ms + tokens * self._token_ms * (1 + longest / 1024)
         return max(_BOUND_MIN_MS, int(_BOUND_FACTOR * step_ms))
 
+    def seconds(self) -> dict[str, float]:
+        """See `ModelRunner`."""
+        return {**self.model.seconds(), "sampling": self._sampling_s}
+
     def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         """See `ModelRunner`."""
         assert batch
@@ -203,7 +208,9 @@ class DecoderRunner:
         sampling = [index for index, row in enumerate(batch) if row.samples]
         if sampling:
             logits = self.model.logits([ends[index] - 1 for index in sampling])
+            started = time.perf_counter()
             sampled = self._sampler.sample(logits, [batch[index].sequence for index in sampling])
+            self._sampling_s += time.perf_counter() - started
             for index, outcome in zip(sampling, sampled, strict=True):
                 if not outcomes[index].fault:
                     outcomes[index] = outcome._replace(scores=outcomes[index].scores)

@@ -59,6 +59,9 @@ class StepModel(Protocol):
     def clear(self, blocks: list[int]) -> None:
         """Set K and V of these blocks to zero."""
 
+    def seconds(self) -> dict[str, float]:
+        """Time spent in each phase of the above since the start."""
+
 
 class ModelRunner(Protocol):
     """Synchronous; one call at a time; owns weights, KV memory and sampling."""
@@ -75,3 +78,6 @@ class ModelRunner(Protocol):
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:
         """An upper bound for `execute(batch)`; past it the engine counts as hung."""
+
+    def seconds(self) -> dict[str, float]:
+        """Time spent in each phase of `execute` since the start."""

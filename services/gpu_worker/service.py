@@ -20,6 +20,8 @@ from shared.messages import Beat, Died, ToWorker
 from shared.process import run_service
 from shared.subjects import DIED, beacon
 
+SECONDS_EVERY = 10  # beats: one with the engine's seconds
+
 
 class GpuWorker(Actor):
     """Forwards payloads to the engine and from it undecoded; beats with the engine's numbers.
@@ -101,11 +103,16 @@ class GpuWorker(Actor):
             max_model_len=status.max_model_len,
             prefill_tokens_waiting=status.prefill_tokens_waiting,
             step_tokens=self.config.max_batched_tokens,
+            engine_seconds={} if self._beats % SECONDS_EVERY else self._seconds(),
         )
 
     def stats(self) -> dict[str, int]:
         engine = msgspec.json.decode(self._status.counters or b"{}", type=dict[str, int])
+        engine |= {f"us_{phase}": int(1e6 * s) for phase, s in self._seconds().items()}
         return super().stats() | {f"engine_{name}": count for name, count in engine.items()}
+
+    def _seconds(self) -> dict[str, float]:
+        return msgspec.json.decode(self._status.seconds or b"{}", type=dict[str, float])
 
     def status(self) -> Status:
         status = self._status

@@ -48,6 +48,7 @@ class SimulatedRunner:
             config.nan_id: "nan",
         }
         self._poisons = {id_: kind for id_, kind in poisons.items() if id_ is not None}
+        self._seconds = 0.0
         self._digests = [_UNWRITTEN] * (config.num_blocks * BLOCK_SIZE)
         self.spec = ModelSpec(
             name="simulated",
@@ -66,7 +67,11 @@ class SimulatedRunner:
         outcomes = [self._compute(row) for row in batch]
         if self._sleep is not None:
             self._sleep(max(0.0, self._step_s(batch) - (time.monotonic() - started)))
+        self._seconds += time.monotonic() - started
         return outcomes
+
+    def seconds(self) -> dict[str, float]:
+        return {"simulated": self._seconds}
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:
         return self._config.bound_ms + int(10_000 * self._step_s(batch))

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 _PHASE_BYTES = 32
 _DETAIL_BYTES = 512
 _COUNTERS_BYTES = 2048
+_SECONDS_BYTES = 512
 _GENERATION = struct.Struct("<Q")
-_BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}s{_COUNTERS_BYTES}sd11q")
+_BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}s{_COUNTERS_BYTES}s{_SECONDS_BYTES}sd11q")
 _READS_MAX = 1000
 
 
@@ -23,6 +24,7 @@ class EngineStatus(NamedTuple):
     phase: str = "starting"
     detail: str = ""  # the stage of loading, or why the engine gave up
     counters: bytes = b""  # JSON; decoded when somebody asks
+    seconds: bytes = b""  # by phase since the start, as JSON
     phase_started: float = 0.0
     phase_bound_ms: int = 0  # 0 = may last as long as it likes
     ready: int = 0
@@ -62,10 +64,11 @@ class StatusPage:
         """Writer: change fields of `EngineStatus`."""
         self._status = status = self._status._replace(**changes)
         _GENERATION.pack_into(self._memory, 0, self._generation + 1)
-        phase, detail, counters, *numbers = status
-        assert len(counters) <= _COUNTERS_BYTES
-        texts = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES], counters)
-        _BODY.pack_into(self._memory, _GENERATION.size, *texts, *numbers)
+        phase, detail, *rest = status
+        assert len(status.counters) <= _COUNTERS_BYTES
+        assert len(status.seconds) <= _SECONDS_BYTES
+        texts = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES])
+        _BODY.pack_into(self._memory, _GENERATION.size, *texts, *rest)
         self._generation += 2
         _GENERATION.pack_into(self._memory, 0, self._generation)
 
@@ -73,13 +76,14 @@ class StatusPage:
         """Reader: the last whole status (or the one before, if the writer died inside a write)."""
         for _ in range(_READS_MAX):
             (before,) = _GENERATION.unpack_from(self._memory)
-            phase, detail, counters, *numbers = _BODY.unpack_from(self._memory, _GENERATION.size)
+            body = _BODY.unpack_from(self._memory, _GENERATION.size)
             (after,) = _GENERATION.unpack_from(self._memory)
             if before == after and before % 2 == 0:
                 if before:
-                    self._status = EngineStatus(
-                        _text(phase), _text(detail), counters.rstrip(b"\0"), *numbers
-                    )
+                    phase, detail, counters, seconds, *numbers = body
+                    texts = _text(phase), _text(detail)
+                    jsons = counters.rstrip(b"\0"), seconds.rstrip(b"\0")
+                    self._status = EngineStatus(*texts, *jsons, *numbers)
                 break
         return self._status
 

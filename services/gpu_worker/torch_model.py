@@ -1,5 +1,6 @@
 """The decoder in torch behind `StepModel`: its KV pool, and a batch as the tensors it takes."""
 
+import time
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -48,14 +49,23 @@ class TorchModel:
         )
         self._hidden = torch.empty(0)  # of the last step
         self._places: list[int] = []  # of each id of the batch among its rows
+        self._seconds = {"layers": 0.0, "head": 0.0}
 
     def forward(self, batch: list[Scheduled]) -> None:
         step, self._places = _assemble(_grouped(batch), self._windows, batch)
+        started = time.perf_counter()
         self._hidden = self._decoder.forward(step, self.pool)
+        self._seconds["layers"] += time.perf_counter() - started
 
     def logits(self, rows: list[int]) -> Logits:
         places = [self._places[row] for row in rows]
-        return Logits.of(self._decoder.logits(self._hidden[places]))
+        started = time.perf_counter()
+        logits = Logits.of(self._decoder.logits(self._hidden[places]))
+        self._seconds["head"] += time.perf_counter() - started
+        return logits
+
+    def seconds(self) -> dict[str, float]:
+        return self._seconds
 
     def clear(self, blocks: list[int]) -> None:
         self.pool.index_fill_(3, torch.tensor(blocks), 0)

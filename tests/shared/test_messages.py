@@ -166,6 +166,7 @@ EXAMPLES: list[m.Message] = [
         max_model_len=11,
         prefill_tokens_waiting=12,
         step_tokens=13,
+        engine_seconds={"attention": 1.5},
     ),
     m.Beacon(
         scheduler="s",

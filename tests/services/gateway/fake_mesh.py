@@ -107,6 +107,7 @@ class FakeMesh:
                         load=load,
                         total_blocks=100,
                         free_blocks=100 - load,
+                        engine_seconds={"attention": 1.5} if role == "gpu_worker" else {},
                     ),
                 )
             self._send(

@@ -10,6 +10,7 @@ from services.gateway.auth import Keys, bearer
 from services.gateway.calls import PATIENCE_S, TRIES_MAX, Calls
 from services.gateway.events import Delta, Opening, SessionEnd
 from services.gateway.feed import Feed, merge
+from services.gateway.meters import Meter
 from services.gateway.view import MeshView
 from shared.core import Outbox
 from shared.errors import InvalidRequest, Overloaded, Unauthorized, Unavailable
@@ -23,6 +24,7 @@ from shared.messages import (
     Tokenized,
     TokenText,
 )
+from shared.metrics import REGISTRY
 
 END = SessionEnd(None, 1, 1, 0)
 
@@ -182,6 +184,7 @@ def worker(name: str, load: int) -> Beat:
         waiting=1,
         total_blocks=10,
         free_blocks=4,
+        engine_seconds={"attention": float(load)} if load else {},
     )
 
 
@@ -195,10 +198,29 @@ def test_the_view_is_of_those_alive() -> None:
     assert view.led
     assert (view.running, view.waiting, view.workers) == (5, 7, 2)
     assert (view.blocks_free, view.blocks_total) == (8, 20)
+    view.receive(worker("b", 0), 0.95)  # a beat without
+    assert view.engine_seconds == {"a": {"attention": 2.0}, "b": {"attention": 3.0}}
+    view.receive(worker("b", 3), 0.95)
     view.tick(1.1)
     assert view.running == 3
     view.receive(Died(instance="b", reason="killed"), 1.1)
     assert (view.running, view.waiting, view.blocks_total) == (0, 5, 0)
+    assert not view.engine_seconds
     view.tick(1.95)
     assert not view.led
     assert view.waiting == 0, "a queue goes with its leader"
+
+
+def test_engine_seconds_are_shown_as_workers_tell_them() -> None:
+    """They grow with what each worker says, and are gone with it."""
+
+    def shown(worker: str, phase: str) -> float | None:
+        labels = {"worker": worker, "phase": phase}
+        return REGISTRY.get_sample_value("shoal:engine_phase_seconds_total", labels)
+
+    meter = Meter("m", "gateway-9")
+    meter.engines({"w-8": {"idle": 2.0, "loop": 0.5}, "w-9": {"idle": 1.0}})
+    meter.engines({"w-8": {"idle": 2.5, "loop": 0.5}, "w-9": {"idle": 1.0}})
+    assert [shown("w-8", "idle"), shown("w-8", "loop"), shown("w-9", "idle")] == [2.5, 0.5, 1.0]
+    meter.engines({"w-9": {"idle": 1.5}})
+    assert [shown("w-8", "idle"), shown("w-8", "loop"), shown("w-9", "idle")] == [None, None, 1.5]

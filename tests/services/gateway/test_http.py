@@ -259,6 +259,8 @@ async def test_metrics_count_a_request(edge: Front) -> None:
     assert moved("shoal:process_events_total", ended) == 1
     assert after['shoal:kv_blocks_total{model_name="tiny"}'] == 100
     assert after["shoal:sessions" + own] == 0
+    attention = '{phase="attention",worker="worker-x"}'
+    assert after["shoal:engine_phase_seconds_total" + attention] == 1.5
 
 
 async def test_keys_guard_all_but_health() -> None:

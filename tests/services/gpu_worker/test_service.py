@@ -111,6 +111,8 @@ async def test_a_leg_runs_through_both_processes() -> None:
         await eventually(lambda: mesh.of(Beat)[-1].step == 20)
         last = mesh.of(Beat)[-1]
         stats = worker.stats()
+        await eventually(lambda: mesh.of(Beat)[-1].engine_seconds.get("simulated", 0) > 0)
+        seconds = mesh.of(Beat)[-1].engine_seconds
 
     assert (stats["engine_steps"], stats["engine_output_tokens"]) == (20, 20)
     assert [s.worker for s in mesh.of(Started)] == [worker.instance]
@@ -118,6 +120,9 @@ async def test_a_leg_runs_through_both_processes() -> None:
     assert (last.term, last.load, last.waiting, last.model) == (3, 0, 0, "m")
     assert (last.free_blocks, last.total_blocks, last.block_size) == (256, 256, 16)
     assert (last.phase, last.phase_age_ms) == ("idle", 0)
+    assert seconds.keys() == {"simulated", "idle", "loop"}
+    assert seconds["simulated"] >= 20 * FAST["step_ms"] / 1000
+    assert stats["engine_us_simulated"] == pytest.approx(1e6 * seconds["simulated"])
     assert mesh.of(Died) == []
 
 
