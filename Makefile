@@ -6,6 +6,7 @@ MODEL   ?=
 ENGINE  ?= real
 PORT    ?=
 SEED    ?=
+PEERS   ?=
 ARGS    ?=
 
 shoal   := $(VENV)/bin/shoal
@@ -59,8 +60,8 @@ chaos: install ## break a mesh in every way, compare every answer (SEED=N replay
 invariance: install ## 200 requests one by one and 32 at once: in fp32 all answers are the same
 	@$(VENV)/bin/python -m tests.mesh.invariance $(ARGS)
 
-bench: install ## streams at rising concurrency: tokens/s, time to first token
-	@$(VENV)/bin/python -m tests.bench.streams $(ARGS)
+bench: install ## tokens/s and latencies, ours beside PEERS='name=URL; name=COMMAND'
+	@$(VENV)/bin/python -m tests.bench $(if $(PEERS),--peers '$(PEERS)') $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)
 	rm -rf $(VENV) kernels/cpu/built *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
