@@ -68,7 +68,7 @@ struct Step {
 struct Logits {           // of some rows of the last step
   int32_t rows;
   const int32_t* of;      // [rows]: which
-  float* values;          // [rows][vocab, padded]
+  float* values;          // [rows][vocab, padded]; null = nobody reads them
   int32_t* best;          // [rows]: the first of the largest
   uint8_t* sound;         // [rows]: no NaN, no infinity
 };
@@ -126,6 +126,8 @@ class Decoder {
     asked_ = &asked;
     const int tasks = parts(m_.head);
     room_for_rows(asked.rows);
+    if (!asked.values)
+      for (Own& own : own_) own.logits.room(size_t(asked.rows) * PART * PANEL);
     best_.resize(size_t(asked.rows) * tasks);
     parts_[0].share(asked.rows, team_.size());
     parts_[1].share(tasks, team_.size());
@@ -142,7 +144,7 @@ class Decoder {
     int span, kv_head, first, rows;
   };
   struct Own {  // scratch of one thread
-    Buffer<float> row, scores;
+    Buffer<float> row, scores, logits;
     Buffer<uint16_t> weights;
   };
 
@@ -257,9 +259,12 @@ class Decoder {
     run_parts(parts_[0], rank, HEAD, [&](int i) { normalize(hidden(l.of[i]), m_.norm, i, m_.head, rank); });
     const Activations x = activations(m_.head);
     run_parts(parts_[1], rank, HEAD, [&](int task) {
-      product(m_.head, task * PART, x, l.rows, {l.values, size_t(m_.head.out), false});
+      const int first = task * PART * PANEL;
+      Output out = {l.values, size_t(m_.head.out), false};
+      if (!l.values) out = {own_[rank].logits.get() - first, size_t(PART) * PANEL, false};
+      product(m_.head, task * PART, x, l.rows, out);
       for (int row = 0; row < l.rows; row++)
-        best_[size_t(row) * parts(m_.head) + task] = best_of(row, task);
+        best_[size_t(row) * parts(m_.head) + task] = best_of(out.y + row * out.stride, task);
     });
     leave();
   }
@@ -270,9 +275,8 @@ class Decoder {
 #endif
   }
 
-  Best best_of(int row, int task) {
+  Best best_of(float* logits, int task) {
     const int begin = task * PART * PANEL, end = std::min(begin + PART * PANEL, m_.vocab);
-    float* logits = asked_->values + size_t(row) * m_.head.out;
     if (m_.logits_cap > 0.0f)
       for (int i = begin; i < end; i++)
         logits[i] = m_.logits_cap * std::tanh(logits[i] / m_.logits_cap);

@@ -17,8 +17,8 @@ class FusedModel:
     def forward(self, batch: list[Scheduled]) -> None:
         self.decoder.forward([_span(row) for row in batch])
 
-    def logits(self, rows: list[int]) -> Logits:
-        return self.decoder.logits(rows)
+    def logits(self, rows: list[int], *, values: bool = True) -> Logits:
+        return self.decoder.logits(rows, values=values)
 
     def clear(self, blocks: list[int]) -> None:
         self.decoder.pool[blocks] = 0

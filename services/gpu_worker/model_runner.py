@@ -15,7 +15,7 @@ from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
 from services.gpu_worker.models.fused_weights import pack_weights
 from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled, StepModel
-from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.sampler import Sampler, reads
 from services.gpu_worker.scoring import score
 from services.gpu_worker.sequence import Score, Sequence
 from services.gpu_worker.torch_model import TorchModel
@@ -207,9 +207,11 @@ class DecoderRunner:
         ]
         sampling = [index for index, row in enumerate(batch) if row.samples]
         if sampling:
-            logits = self.model.logits([ends[index] - 1 for index in sampling])
+            sequences = [batch[index].sequence for index in sampling]
+            rows = [ends[index] - 1 for index in sampling]
+            logits = self.model.logits(rows, values=any(map(reads, sequences)))
             started = time.perf_counter()
-            sampled = self._sampler.sample(logits, [batch[index].sequence for index in sampling])
+            sampled = self._sampler.sample(logits, sequences)
             self._sampling_s += time.perf_counter() - started
             for index, outcome in zip(sampling, sampled, strict=True):
                 if not outcomes[index].fault:

@@ -53,8 +53,10 @@ class StepModel(Protocol):
     def forward(self, batch: list[Scheduled]) -> None:
         """Compute every id of `batch` and store its K and V."""
 
-    def logits(self, rows: list[int]) -> "Logits":
-        """Of some ids of the last `forward`, counted in its order."""
+    def logits(self, rows: list[int], *, values: bool = True) -> "Logits":
+        """Of some ids of the last `forward`, counted in its order; whether more is read of them
+        than which is the best.
+        """
 
     def clear(self, blocks: list[int]) -> None:
         """Set K and V of these blocks to zero."""

@@ -45,15 +45,17 @@ class Sampler:
         self._end_ids = end_ids
 
     def sample(self, logits: Logits, sequences: list[Sequence]) -> list[Outcome]:
-        """One row of `logits` per sequence; not changed.
+        """One row of `logits` per sequence; not changed. `values` are read of rows with `reads`.
 
         Logprobs are of the model's own distribution, before masks, penalties and temperature.
         """
         faults: list[Fault] = ["" if sound else "nan_logits" for sound in logits.sound.tolist()]
         ids = logits.best.tolist()
         shaped: dict[int, Tensor] = {}
-        drawn = []
+        drawn, told = [], []
         for row, sequence in enumerate(sequences):
+            if not reads(sequence):
+                continue
             if _has_shape(sequence):
                 shaped[row] = logits.values[row].clone()
                 self._shape(shaped[row], sequence)
@@ -62,18 +64,19 @@ class Sampler:
                     faults[row] = "no_id_left"
             if sequence.sampling.temperature > 0 and not faults[row]:
                 drawn.append(row)
+            if sequence.sampling.logprobs is not None and not faults[row]:
+                told.append(row)
         # As many rows at once as a cache holds: 32 of 49,152 ids take a third of the time of all.
-        size = max(1, _CACHED // logits.values.shape[1])
+        size = max(1, _CACHED // max(1, logits.values.shape[1]))
         for begin in range(0, len(drawn), size):
             rows = drawn[begin : begin + size]
             of_rows = torch.stack([shaped.get(row, logits.values[row]) for row in rows])
             draws = _draw(of_rows, [sequences[row] for row in rows])
             for row, token_id in zip(rows, draws, strict=True):
                 ids[row] = token_id
+        logprobs = {row: _logprobs(logits.values[row], sequences[row], ids[row]) for row in told}
         return [
-            Outcome(fault=fault)
-            if fault
-            else Outcome(ids[row], _logprobs(logits.values[row], sequences[row], ids[row]))
+            Outcome(fault=fault) if fault else Outcome(ids[row], logprobs.get(row))
             for row, fault in enumerate(faults)
         ]
 
@@ -103,6 +106,12 @@ class Sampler:
             times = Counter(output_ids)
             counts = torch.tensor([*times.values()])
             logits[[*times]] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def reads(sequence: Sequence) -> bool:
+    """Whether more is asked than which id is the best."""
+    params = sequence.sampling
+    return params.temperature > 0 or params.logprobs is not None or _has_shape(sequence)
 
 
 def _has_shape(sequence: Sequence) -> bool:
@@ -182,7 +191,6 @@ def _cut(weights: Tensor, params: list[SamplingParams]) -> None:
         left = [row for row, done in zip(left, known.squeeze(1).tolist(), strict=True) if not done]
 
 
-def _logprobs(logits: Tensor, sequence: Sequence, token_id: int) -> TokenLogprobs | None:
-    """Of the chosen id and the k best, if the row [vocab] asks."""
-    count = sequence.sampling.logprobs
-    return None if count is None else token_logprobs(logits.log_softmax(-1), token_id, count)
+def _logprobs(logits: Tensor, sequence: Sequence, token_id: int) -> TokenLogprobs:
+    """Of the chosen id and the k best of a row [vocab]."""
+    return token_logprobs(logits.log_softmax(-1), token_id, sequence.sampling.logprobs or 0)

@@ -13,7 +13,7 @@ from shared.messages import TokenLogprobs
 class Logits(NamedTuple):
     """Logits of some rows, and what whoever computed them saw on the way."""
 
-    values: Tensor  # fp32 [rows, vocab]
+    values: Tensor  # fp32 [rows, vocab]; [rows, 0] where nobody asked for them
     best: Tensor  # int [rows]: an id of the largest
     sound: Tensor  # bool [rows]: no NaN, no infinity
 

@@ -57,7 +57,7 @@ class TorchModel:
         self._hidden = self._decoder.forward(step, self.pool)
         self._seconds["layers"] += time.perf_counter() - started
 
-    def logits(self, rows: list[int]) -> Logits:
+    def logits(self, rows: list[int], *, values: bool = True) -> Logits:  # noqa: ARG002 they are there
         places = [self._places[row] for row in rows]
         started = time.perf_counter()
         logits = Logits.of(self._decoder.logits(self._hidden[places]))

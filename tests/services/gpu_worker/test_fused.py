@@ -77,6 +77,20 @@ def test_what_it_says_of_logits_is_so(pair):
     assert torch.equal(fused.logits([7]).values[0], logits.values[7])
 
 
+def test_who_reads_no_values_is_told_the_same(pair):
+    """The best ids, and which rows are sound, of few rows and of many."""
+    fused = pair[1]
+    fused.pool[0] = float("nan")
+    fused.forward([Span([5], 19, [0, 1]), *OTHERS[1:], Span(IDS, 0, BLOCKS)])
+    fused.pool[0] = 0
+    for rows in ([0, 2], [*range(len(IDS))]):
+        whole, told = fused.logits(rows), fused.logits(rows, values=False)
+        assert told.values.shape == (len(rows), 0)
+        assert torch.equal(told.sound, whole.sound)
+        assert not told.sound[0]
+        assert torch.equal(told.best[told.sound], whole.best[whole.sound])
+
+
 def test_a_broken_block_spoils_its_own_sequence_only(pair):
     """NaN in a block shows in the logits of who sees it, as a fault and not as a number."""
     fused = pair[1]

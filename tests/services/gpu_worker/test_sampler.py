@@ -4,7 +4,9 @@ from collections import Counter
 import pytest
 import torch
 
-from services.gpu_worker.sampler import uniform
+from services.gpu_worker.runner import Outcome
+from services.gpu_worker.sampler import Sampler, reads, uniform
+from services.gpu_worker.scoring import Logits
 from shared.ids import unpack_ids
 from tests.services.gpu_worker.sampler_kit import (
     END,
@@ -238,3 +240,30 @@ def test_sampling_changes_no_logits():
     before = logits.clone()
     SAMPLER.sample(logits, [leg(top_k=2, logit_bias={1: 5.0}, min_tokens=5)])
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "read"),
+    [
+        ({}, (), False),
+        ({"min_tokens": 1, "stop_token_ids": (3,)}, (), True),
+        ({"min_tokens": 1, "stop_token_ids": (3,)}, (5,), False),
+        ({"top_k": 3, "top_p": 0.5, "min_p": 0.5}, (), False),
+        ({"temperature": 0.1}, (), True),
+        ({"logprobs": 0}, (), True),
+        ({"logit_bias": {1: 1.0}}, (), True),
+        ({"bad_words": ((1,),)}, (), True),
+        ({"allowed_token_ids": (1,)}, (), True),
+        ({"repetition_penalty": 1.1}, (), True),
+        ({"presence_penalty": 0.1}, (), True),
+        ({"frequency_penalty": 0.1}, (), True),
+    ],
+)
+def test_a_row_that_asks_for_no_more_than_the_best_id_reads_nothing_else(params, output, read):
+    """A step need not write the logits of such rows; it says which are sound, and the best."""
+    sequence = leg(output=output, **{"temperature": 0, **params})
+    assert reads(sequence) == read
+    if not read:
+        bare = Logits(torch.empty(2, 0), torch.tensor([4, 6]), torch.tensor([True, False]))
+        found = Sampler(frozenset({END})).sample(bare, [sequence, sequence])
+        assert found == [Outcome(4), Outcome(fault="nan_logits")]

@@ -127,8 +127,8 @@ def reference_logits(model: Any, ids: list[int]) -> torch.Tensor:
 class Watched(TorchModel):
     """Keeps the logits of every step that sampled."""
 
-    def logits(self, rows):
-        logits = super().logits(rows)
+    def logits(self, rows, *, values=True):
+        logits = super().logits(rows, values=values)
         self.seen = [*getattr(self, "seen", []), *logits.values.clone()]
         return logits
 
