@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 
 from services.gateway.session import Leg, Session
 from shared.core import Outbox
-from shared.messages import Renew, RenewLeg
+from shared.messages import Beat, Renew, RenewLeg
 from shared.subjects import inbox
 
 RENEW_S = 1.0
@@ -26,6 +26,15 @@ class Renewals:
         self._rng = rng
         self._due: float | None = None
         self._quick_until = 0.0
+        self._steps: dict[str, int] = {}  # that a worker was in when it was heard last
+        self._asked_in: dict[str, int] = {}  # that it was in when asked what it has not answered
+
+    def beat(self, beat: Beat) -> None:
+        """A worker reads between two steps, and a step may take seconds."""
+        if beat.role == "gpu_worker" and beat.phase != "idle":
+            self._steps[beat.instance] = beat.step
+        else:
+            self._steps.pop(beat.instance, None)
 
     def reconnected(self, now: float) -> None:
         """Ask soon and often for a while; these questions may go unanswered."""
@@ -51,17 +60,32 @@ class Renewals:
             for leg in session.legs:
                 if leg.state not in ("accepted", "running"):
                     continue
-                if not quick and leg.ask():
+                if not quick and self._could_read(leg.holder) and leg.ask():
                     silent.append((session, leg))
                     continue
                 questions[leg.holder].append(
                     RenewLeg(session.spec.request_id, leg.choice, leg.epoch, leg.delivered)
                 )
+        self._note_steps(questions)
         for holder, legs in questions.items():
             for start in range(0, len(legs), RENEW_LEGS_MAX):
                 batch = legs[start : start + RENEW_LEGS_MAX]
                 self._outbox.put(inbox(holder), Renew(gateway=self._gateway, legs=batch))
         return silent
+
+    def _could_read(self, holder: str) -> bool:
+        """Whether its silence says anything. Who hangs in a step is found by its beats."""
+        step = self._steps.get(holder)
+        return step is None or step > self._asked_in.get(holder, -2) + 1
+
+    def _note_steps(self, holders: Iterable[str]) -> None:
+        """All `holders` are asked now; of others nothing need be known."""
+        self._asked_in = {
+            holder: self._steps[holder] if self._could_read(holder) else self._asked_in[holder]
+            for holder in holders
+            if holder in self._steps
+        }
+        self._steps = {holder: self._steps[holder] for holder in self._asked_in}
 
 
 class Deadlines:

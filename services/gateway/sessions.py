@@ -182,8 +182,9 @@ class SessionTable:
                 self._on_renewed(message, now)
             case Beacon():
                 self._on_beacon(message, now)
-            case Beat(role="tokenizer"):
+            case Beat():
                 self._tokenizing.beat(message, now)
+                self._renewals.beat(message)
             case Died() | Lost():
                 self._on_gone(message, now)
             case Detokenized():

@@ -97,7 +97,8 @@ class Tokenizing:
             self._give_up(self._open[request_id])
 
     def beat(self, beat: Beat, now: float) -> None:
-        self.tokenizers.beat(beat, now)
+        if beat.role == "tokenizer":
+            self.tokenizers.beat(beat, now)
 
     def died(self, instance: str) -> None:
         """Whoever waits for `instance` asks the next at the next tick."""

@@ -296,7 +296,7 @@ class SchedulerCore:
         nobody = now - self._worker_at > self._config.no_worker_s
         for entry in self.entries.all():
             if now > entry.lease_until:
-                self.counters["lapsed"] += 1
+                self.counters["lapsed"] += not entry.worker  # a placed one is its worker's to keep
                 self._drop(entry, now)
             elif nobody and not entry.worker and not entry.redrive:
                 self._drop(entry, now)

@@ -9,6 +9,7 @@ from shared.errors import Code
 from shared.ids import pack_ids
 from shared.messages import (
     Accepted,
+    Beat,
     Cancel,
     Failed,
     Lost,
@@ -143,6 +144,36 @@ def test_three_unanswered_renewals_are_enough(rig: Rig) -> None:
     rig.pass_time(2.0)
     assert rig.sent(Submit) == []
     rig.pass_time(2.5)
+    assert rig.table.redrives["unanswered"] == 1
+
+
+def test_a_worker_in_one_long_step_is_not_silent(rig: Rig) -> None:
+    """It reads between two steps; what it was asked in a step it cannot have answered. A worker
+    that goes on from step to step, or does nothing, could have.
+    """
+
+    def beats(seconds: float, step: int, step_s: float, phase: str = "prefill") -> int:
+        for _ in range(round(seconds * 10)):
+            step += rig.now % step_s < 0.1
+            beat = Beat(instance="w0", role="gpu_worker", seq=1, step=step, phase=phase)
+            rig.say(beat)
+            rig.pass_time(0.1)
+        return step
+
+    rig.running()
+    step = beats(20.0, step=7, step_s=100.0)
+    assert len(rig.sent(Renew)) > 10
+    assert rig.table.redrives == {}
+    beats(8.0, step, step_s=0.3)
+    assert rig.table.redrives["unanswered"] == 1
+
+
+def test_an_idle_worker_that_does_not_answer_is_given_up(rig: Rig) -> None:
+    """Its `Run` was lost, and it has nothing else to do."""
+    rig.running()
+    for _ in range(50):
+        rig.say(Beat(instance="w0", role="gpu_worker", seq=1, step=7, phase="idle"))
+        rig.pass_time(0.1)
     assert rig.table.redrives["unanswered"] == 1
 
 
