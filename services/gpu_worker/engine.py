@@ -112,6 +112,7 @@ class Engine:
             for body in self._channel.receive():
                 self._take(body)
             self._core.tick(time.monotonic())
+            self._send()  # a step may take seconds, and who asked waits
             busy = self._step()
             self._send()
         self._core.move_all(time.monotonic())
