@@ -14,7 +14,7 @@ import openai
 from tests.chaos.asks import sentence
 from tests.chaos.site import Site
 
-CLIENTS = 48
+CLIENTS = 96
 QUEUE = 16  # legs that the scheduler keeps waiting; more are refused
 LONG_SHARE = 0.5
 LONG_WORDS = 4_600  # 6,000 tokens of the default model
