@@ -1,8 +1,7 @@
-// y = x W^T with int8 weights per output channel and 8-bit activations per row, or per group of
+// y = x W^T with int8 weights per output channel and int8 activations per row, or per group of
 // inputs within a row.
 //
 // Weights lie in panels of 16 outputs, [out / 16][in / 4][16][4], as the dot instructions take them.
-// Activations are stored plus 128, unsigned; `offset` takes 128 times the weights' sum off again.
 // Sums of products are exact integers, and what follows is the same arithmetic for every row, so a
 // row's result does not depend on its company, on the tile or on the instruction.
 #pragma once
@@ -13,7 +12,7 @@
 
 #include "vector.h"
 
-#if defined(__AVX512VNNI__) || defined(__AMX_INT8__)
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -25,13 +24,13 @@ struct Matrix {
   int32_t group;          // inputs that share a scale of x: `in`, or a multiple of 64
   const int8_t* weights;  // [out / 16][in / 4][16][4]
   const float* scales;    // [out]
-  const int32_t* offsets; // [in / group][out]
+  const int32_t* offsets; // [in / group][out]: 128 times the weights' sums
   const float* bias;      // [out], or null
 };
 
-// Rows of 8-bit activations: value = scale of its group * (byte - 128).
+// Rows of int8 activations: value = scale of its group * byte, which is never -128.
 struct Activations {
-  uint8_t* bytes;    // [rows padded to 32][in]
+  int8_t* bytes;     // [rows padded to 32][in]
   float* scales;     // [rows padded to 32][groups]
   size_t in;
   size_t groups;
@@ -44,7 +43,7 @@ constexpr int K_STEP = 64;  // inputs of one AMX product
 // --- quantization ------------------------------------------------------------------------------
 
 // One row of `count` floats, `count` a multiple of 16; bytes up to `padded` become zero.
-inline void quantize(const float* x, int count, int padded, int group, uint8_t* bytes, float* scales) {
+inline void quantize(const float* x, int count, int padded, int group, int8_t* bytes, float* scales) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   for (int begin = 0, g = 0; begin < padded; begin += group, g++) {
     const int end = std::min(begin + group, count);
@@ -58,53 +57,73 @@ inline void quantize(const float* x, int count, int padded, int group, uint8_t* 
     scales[g] = sound ? top / 127.0f : NAN;
     const float inverse = sound && top > 0.0f ? 127.0f / top : 0.0f;
     for (int i = begin; i < end; i += LANES) {
-      const Floats steps = load<Floats>(x + i) * inverse + (MAGIC + 128.0f);
+      const Floats steps = load<Floats>(x + i) * inverse + MAGIC;
       store(bytes + i, __builtin_convertvector(as_ints(steps) & 0xff, Bytes));
     }
-    for (int i = std::max(begin, end); i < std::min(begin + group, padded); i++) bytes[i] = 128;
+    for (int i = std::max(begin, end); i < std::min(begin + group, padded); i++) bytes[i] = 0;
   }
 }
 
 // --- tiles -------------------------------------------------------------------------------------
 
-// sums[r][p] += products of inputs [begin, end) for R rows and P panels.
+#ifndef __AVX512VNNI__
+// Products of four inputs with those weights of a panel.
+inline Ints four_products(const int8_t* x, const int8_t* weights) {
+#ifdef __AVX2__
+  // |x| times the weight with x's sign: a pair's sum fits 16 bits, because neither is ever -128.
+  int32_t four;
+  std::memcpy(&four, x, 4);
+  const __m256i input = _mm256_set1_epi32(four), size = _mm256_abs_epi8(input);
+  __m256i sums[2];
+  for (int half = 0; half < 2; half++) {
+    const __m256i v = _mm256_loadu_si256((const __m256i*)(weights + 32 * half));
+    const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(v, input));
+    sums[half] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+  return load<Ints>(sums);
+#else
+  Ints sums;
+  for (int i = 0; i < LANES; i++) {
+    const int8_t* v = weights + 4 * i;
+    sums[i] = x[0] * v[0] + x[1] * v[1] + x[2] * v[2] + x[3] * v[3];
+  }
+  return sums;
+#endif
+}
+#endif
+
+// sums[r][p] = products of inputs [begin, begin + w.group) for R rows and P panels.
 template <int R, int P>
-inline void multiply(const Matrix& w, int panel, const uint8_t* x, size_t stride, int begin, int end,
+inline void multiply(const Matrix& w, int panel, const int8_t* x, size_t stride, int begin,
                      Ints (&sums)[R][P]) {
   const size_t panel_bytes = size_t(w.in) * PANEL;
   const int8_t* weights = w.weights + panel * panel_bytes;
+  const int end = begin + w.group;
 #ifdef __AVX512VNNI__
-  // Assembly, because gcc 12 copies the sums around in every step when it meets the intrinsic.
+  // The instruction takes the activations unsigned, so they are 128 too high, and the sums begin with
+  // what that adds. Assembly, because gcc 12 copies the sums around when it meets the intrinsic.
+  const int32_t* offsets = w.offsets + size_t(begin / w.group) * w.out + panel * PANEL;
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) sums[r][p] = -load<Ints>(offsets + p * PANEL);
   for (int k = begin; k < end; k += 4) {
     __m512i v[P];
     for (int p = 0; p < P; p++) v[p] = _mm512_loadu_si512(weights + p * panel_bytes + k * PANEL);
     for (int r = 0; r < R; r++) {
-      int32_t four;
+      uint32_t four;
       std::memcpy(&four, x + r * stride + k, 4);
-      const __m512i input = _mm512_set1_epi32(four);
+      const __m512i input = _mm512_set1_epi32(four ^ 0x80808080u);
       for (int p = 0; p < P; p++)
         asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][p]) : "v"(input), "v"(v[p]));
     }
   }
 #else
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) sums[r][p] = Ints{};
   for (int k = begin; k < end; k += 4)
-    for (int p = 0; p < P; p++) {
-      const int8_t* v = weights + p * panel_bytes + k * PANEL;
-      for (int r = 0; r < R; r++) {
-        const uint8_t* four = x + r * stride + k;
-        Ints add;
-        for (int i = 0; i < LANES; i++)
-          add[i] = four[0] * v[4 * i] + four[1] * v[4 * i + 1] + four[2] * v[4 * i + 2] +
-                   four[3] * v[4 * i + 3];
-        sums[r][p] += add;
-      }
-    }
+    for (int p = 0; p < P; p++)
+      for (int r = 0; r < R; r++)
+        sums[r][p] += four_products(x + r * stride + k, weights + p * panel_bytes + k * PANEL);
 #endif
-}
-
-// What a tile's numbers become; the same steps whatever computed the sums.
-inline Floats scaled(Ints sum, Ints offset, float scale) {
-  return to_floats(sum - offset) * scale;
 }
 
 struct Output {
@@ -113,30 +132,28 @@ struct Output {
   bool add;       // y += instead of y =
 };
 
-inline void finish(const Matrix& w, int column, Floats value, float* y, bool add) {
-  value = value * load<Floats>(w.scales + column);
+// What the total of a row becomes in a panel; the same steps whatever computed the sums.
+inline void finish(const Matrix& w, int panel, Floats total, int row, const Output& out) {
+  const int column = panel * PANEL;
+  Floats value = total * load<Floats>(w.scales + column);
   if (w.bias) value = value + load<Floats>(w.bias + column);
-  store(y, add ? load<Floats>(y) + value : value);
+  float* y = out.y + row * out.stride + column;
+  store(y, out.add ? load<Floats>(y) + value : value);
 }
 
 template <int R, int P>
 inline void tile(const Matrix& w, int panel, const Activations& x, int row, const Output& out) {
-  const uint8_t* bytes = x.bytes + row * x.in;
   Floats total[R][P] = {};
   for (int begin = 0, g = 0; begin < w.in; begin += w.group, g++) {
-    Ints sums[R][P] = {};
-    multiply<R, P>(w, panel, bytes, x.in, begin, begin + w.group, sums);
-    for (int r = 0; r < R; r++)
-      for (int p = 0; p < P; p++) {
-        const Ints offset = load<Ints>(w.offsets + size_t(g) * w.out + (panel + p) * PANEL);
-        total[r][p] = total[r][p] + scaled(sums[r][p], offset, x.scales[(row + r) * x.groups + g]);
-      }
+    Ints sums[R][P];
+    multiply<R, P>(w, panel, x.bytes + row * x.in, x.in, begin, sums);
+    for (int r = 0; r < R; r++) {
+      const Floats scale = all(x.scales[(row + r) * x.groups + g]);
+      for (int p = 0; p < P; p++) total[r][p] = fma(to_floats(sums[r][p]), scale, total[r][p]);
+    }
   }
   for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) {
-      const int column = (panel + p) * PANEL;
-      finish(w, column, total[r][p], out.y + (row + r) * out.stride + column, out.add);
-    }
+    for (int p = 0; p < P; p++) finish(w, panel + p, total[r][p], row + r, out);
 }
 
 template <int P>
@@ -161,62 +178,70 @@ inline void rows_by_tile(const Matrix& w, int panel, const Activations& x, int b
 }
 
 #ifdef __AMX_INT8__
-// Thirty-two rows by two panels on the matrix unit. Rows past the end are computed and not stored.
+// The matrix unit multiplies 16 rows by a panel, 64 inputs at a time. Rows past the end are computed
+// and not stored.
 struct alignas(64) TileShape {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
-  TileShape() {
-    for (int t = 0; t < 8; t++) bytes[t] = 64, rows[t] = 16;
+
+  explicit TileShape(int count) {  // sums and activations: `count` rows; weights
+    for (int t = 0; t < 8; t++) bytes[t] = 64, rows[t] = t < 6 ? count : 16;
   }
 };
 
-inline void amx_tile(const Matrix& w, int panel, const Activations& x, int row, int rows,
-                     const Output& out) {
-  alignas(64) int32_t sums[2][32][PANEL];  // [panel][row]
-  Floats total[2][32];
-  std::memset(total, 0, sizeof total);
-  const size_t panel_bytes = size_t(w.in) * PANEL;
-  const uint8_t* low = x.bytes + row * x.in;
-  const uint8_t* high = low + 16 * x.in;
-  const int8_t* left = w.weights + panel * panel_bytes;
-  const int8_t* right = left + panel_bytes;
-  const float* scales = x.scales + row * x.groups;
-  for (int begin = 0, g = 0; begin < w.in; begin += w.group, g++) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int k = begin; k < begin + w.group; k += K_STEP) {
-      _tile_loadd(4, low + k, x.in);
-      _tile_loadd(6, left + k * PANEL, 64);
-      _tile_dpbusd(0, 4, 6);
-      _tile_loadd(7, right + k * PANEL, 64);
-      _tile_dpbusd(1, 4, 7);
-      if (rows > 16) {
-        _tile_loadd(5, high + k, x.in);
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
-      }
-    }
-    _tile_stored(0, sums[0][0], 64);
-    _tile_stored(1, sums[1][0], 64);
+constexpr int AT_ONCE = 4;  // groups whose sums wait, so that totals stay in registers
+
+// sums[panel][row] of up to 32 rows by two panels, over one group: each load serves two products.
+inline void amx_sums(const Matrix& w, int panel, const int8_t* x, int rows, int begin,
+                     int32_t (*sums)[32][PANEL]) {
+  const int8_t* high = x + 16 * size_t(w.in);
+  const int8_t* left = w.weights + size_t(panel) * w.in * PANEL;
+  const int8_t* right = left + size_t(w.in) * PANEL;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int k = begin; k < begin + w.group; k += K_STEP) {
+    _tile_loadd(4, x + k, w.in);
+    _tile_loadd(6, left + k * PANEL, 64);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, right + k * PANEL, 64);
+    _tile_dpbssd(1, 4, 7);
     if (rows > 16) {
-      _tile_stored(2, sums[0][16], 64);
-      _tile_stored(3, sums[1][16], 64);
-    }
-    const int32_t* offsets = w.offsets + size_t(g) * w.out + panel * PANEL;
-    const Ints first = load<Ints>(offsets), second = load<Ints>(offsets + PANEL);
-    for (int r = 0; r < rows; r++) {
-      const float scale = scales[r * x.groups + g];
-      total[0][r] = total[0][r] + scaled(load<Ints>(sums[0][r]), first, scale);
-      total[1][r] = total[1][r] + scaled(load<Ints>(sums[1][r]), second, scale);
+      _tile_loadd(5, high + k, w.in);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
     }
   }
-  for (int r = 0; r < rows; r++) {
-    float* y = out.y + (row + r) * out.stride + panel * PANEL;
-    finish(w, panel * PANEL, total[0][r], y, out.add);
-    finish(w, (panel + 1) * PANEL, total[1][r], y + PANEL, out.add);
+  _tile_stored(0, sums[0][0], 64);
+  _tile_stored(1, sums[1][0], 64);
+  if (rows > 16) {
+    _tile_stored(2, sums[0][16], 64);
+    _tile_stored(3, sums[1][16], 64);
+  }
+}
+
+inline void amx_tile(const Matrix& w, int panel, const Activations& x, int row, int rows,
+                     const Output& out) {
+  alignas(64) int32_t sums[AT_ONCE][2][32][PANEL];
+  Floats totals[2][32];  // of groups before, where there are more than wait
+  const int groups = x.groups;
+  for (int g = 0; g < groups; g += AT_ONCE) {
+    const int count = std::min(AT_ONCE, groups - g);
+    for (int i = 0; i < count; i++)
+      amx_sums(w, panel, x.bytes + row * x.in, rows, (g + i) * w.group, sums[i]);
+    for (int r = 0; r < rows; r++)
+      for (int p = 0; p < 2; p++) {
+        const float* scales = x.scales + (row + r) * x.groups + g;
+        Floats total = g ? totals[p][r] : Floats{};
+        for (int i = 0; i < count; i++)
+          total = fma(to_floats(load<Ints>(sums[i][p][r])), all(scales[i]), total);
+        if (g + count < groups)
+          totals[p][r] = total;
+        else
+          finish(w, panel + p, total, row + r, out);
+      }
   }
 }
 #endif
@@ -229,7 +254,7 @@ inline void product(const Matrix& w, int first, const Activations& x, int rows, 
   const int end = std::min(first + PART, w.out / PANEL);
 #ifdef __AMX_INT8__
   if (rows >= AMX_ROWS) {
-    const TileShape shape;
+    const TileShape shape(rows > 8 ? 16 : 8);
     _tile_loadconfig(&shape);
     for (int row = 0; row < rows; row += 32)
       for (int panel = first; panel + 2 <= end; panel += 2)

@@ -16,6 +16,7 @@
 #include "team.h"
 #include "vector.h"
 
+#include <sys/mman.h>
 #ifdef __AMX_INT8__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -77,14 +78,21 @@ namespace {
 
 enum Phase { NORM, QKV, ROPE, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, GATED, DOWN, HEAD, PHASES };
 
+constexpr size_t LARGE_PAGE = size_t(2) << 20;
+
 template <class T>
-class Buffer {  // grows, never shrinks, aligned to a cache line and more
+class Buffer {  // grows, never shrinks; aligned to a cache line, and in large pages where they pay
  public:
   T* room(size_t count) {
     if (count > size_) {
+      size_t bytes = count * sizeof(T);
+      const bool large = bytes > LARGE_PAGE / 8;
+      if (large) bytes = (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+      const auto align = std::align_val_t(large ? LARGE_PAGE : 64);
+      data_ = {static_cast<T*>(::operator new(bytes, align)), Free{align}};
+      if (large) madvise(data_.get(), bytes, MADV_HUGEPAGE);
+      std::memset(static_cast<void*>(data_.get()), 0, bytes);
       size_ = count;
-      data_.reset(static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(64))));
-      std::memset(static_cast<void*>(data_.get()), 0, count * sizeof(T));
     }
     return data_.get();
   }
@@ -92,7 +100,8 @@ class Buffer {  // grows, never shrinks, aligned to a cache line and more
 
  private:
   struct Free {
-    void operator()(T* p) const { ::operator delete(p, std::align_val_t(64)); }
+    std::align_val_t align{64};
+    void operator()(T* p) const { ::operator delete(p, align); }
   };
   std::unique_ptr<T, Free> data_;
   size_t size_ = 0;
@@ -485,7 +494,7 @@ class Decoder {
   std::vector<Best> best_;  // [sampled][parts of the head]
   Buffer<float> hidden_, wide_, attended_, scales_;
   Buffer<uint16_t> queries_;
-  Buffer<uint8_t> bytes_;
+  Buffer<int8_t> bytes_;
   std::chrono::steady_clock::time_point clock_;
 };
 
@@ -534,7 +543,7 @@ void shoal_seconds(void* decoder, double* seconds) {
 // y [rows][out] = x [rows][in] times a packed matrix; x and y padded as the matrix is.
 void shoal_linear(const Matrix* w, const float* x, int rows, float* y) {
   const size_t groups = w->in / w->group, room = (rows + 31) / 32 * 32;
-  Buffer<uint8_t> bytes;
+  Buffer<int8_t> bytes;
   Buffer<float> scales;
   const Activations a = {bytes.room(room * w->in), scales.room(room * groups), size_t(w->in), groups};
   for (int row = 0; row < rows; row++)

@@ -32,7 +32,9 @@ def linear(build, packed, x):
 
 
 def linear_reference(packed, x):
-    """The same rounding, exact sums, and the same few fp32 operations after them."""
+    """The same rounding, exact sums, and the same few fp32 operations after them. A product and a
+    sum that are rounded once there are computed in fp64 here.
+    """
     wide = torch.zeros(len(x), packed.in_)
     wide[:, : x.shape[1]] = x
     groups = wide.view(len(x), -1, packed.group)
@@ -42,8 +44,8 @@ def linear_reference(packed, x):
     weights = packed.weights.transpose(1, 2).reshape(packed.out, -1, packed.group).long()
     total = torch.zeros(len(x), packed.out)
     for g in range(groups.shape[1]):
-        sums = (steps[:, g] @ weights[:, g].t()).float()
-        total = total + sums * (top[:, g] / 127)[:, None]
+        sums = (steps[:, g] @ weights[:, g].t()).float().double()
+        total = (total.double() + sums * (top[:, g] / 127)[:, None].double()).float()
     total = total * packed.scales
     return total if packed.bias is None else total + packed.bias
 
