@@ -46,8 +46,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_model_len: Count | None = None  # ids; None = what the model was trained for
     max_legs: Count = 64  # legs in one step; beyond, a CPU step outlasts a reader's patience
     max_batched_tokens: Count = 256  # ids in one step; larger prefill chunks gain nothing on a CPU
-    slowdown_max: AtLeastOne = 2.5  # times the time between two tokens of a running stream, while
-    # prompts are computed beside it; their share of a step follows from measured times
+    slowdown_max: AtLeastOne = 2.0  # times the time between two tokens of a running stream, while
+    # prompts are computed beside it (they get half of it); 2.5 left the slowest steps above 3 times
     max_waiting: Count = 1024  # legs not in a step; more are refused as overloaded
     lease_s: NotNegative = 5.0  # a leg not renewed for this long is dropped
     finished_s: NotNegative = 10.0  # a finished leg can be asked for or adopted for this long
