@@ -19,7 +19,7 @@ from tests.bench import document, report
 from tests.bench.machine import Meter, Prober, described
 from tests.bench.profiling import Profiler
 from tests.bench.report import Measured, Results
-from tests.bench.servers import Server, only, own_mesh, parse_peers, peer
+from tests.bench.servers import Server, ServerFailed, only, own_mesh, parse_peers, peer
 from tests.bench.stream import AskFailed
 from tests.bench.workloads import CAPACITY, WORKLOADS, Shape, Task, Workload, closed
 
@@ -61,7 +61,7 @@ def chosen(names: str) -> list[Workload]:
         raise ValueError(f"--only: {sorted(wanted - known)} is not among {sorted(known)}")
     if "poisson" in wanted:
         wanted.add(CAPACITY)
-    return [workload for workload in WORKLOADS if not wanted or workload.name in wanted]
+    return [one for one in WORKLOADS if one.name in wanted or (not wanted and one.usual)]
 
 
 @contextlib.contextmanager
@@ -135,9 +135,12 @@ def main() -> None:
         folder = Path(name)
         prober = Prober(folder)
         print(described(), flush=True)
-        with started(args, folder) as servers:
-            run = Run(args, servers, prober)
-            uvloop.run(run.all())
+        try:
+            with started(args, folder) as servers:
+                run = Run(args, servers, prober)
+                uvloop.run(run.all())
+        except ServerFailed as error:
+            sys.exit(str(error))
     text = document.page(run.results, args.rounds, datetime.datetime.now(datetime.UTC))
     print(text)
     if args.write:

@@ -32,6 +32,7 @@ class Profile(NamedTuple):
     steps: int
     wall_s: float
     tokens: float
+    requests: float
 
 
 class Profiler:
@@ -54,6 +55,7 @@ class Profiler:
             steps - before.steps,
             at_once.at_s - before.at_s,
             metrics["output_tokens"],
+            metrics["requests"],
         )
 
     def _look(self) -> Seen:

@@ -15,13 +15,14 @@ from tests.bench.workloads import Metrics, Workload
 UNITS = {
     "tok_s": "output tok/s",
     "prompt_tok_s": "prompt tok/s",
+    "requests_s": "requests/s",
     "calm_itl_p50_ms": "ITL p50 before, ms",
     "itl_p99_ms": "ITL p99, ms",
     "p99_by_calm_p50": "p99 ÷ p50 before",
     "cached_percent": "prompt found in a cache, %",
     "long_ttft_ms": "TTFT of the long one, ms",
 }
-MORE_IS_BETTER = {"tok_s", "prompt_tok_s"}
+MORE_IS_BETTER = {"tok_s", "prompt_tok_s", "requests_s"}
 NOT_COMPARED = {"cached_percent"}  # servers count it differently, or not at all
 
 
@@ -166,6 +167,8 @@ def profile_table(profiles: dict[str, list[Profile]]) -> str:
         *by_process,
         row("**all but engines, µs per token**",
             [1e6 * s / p.tokens for s, p in zip(rest, columns, strict=True)]),
+        row("all but engines, µs per request",
+            [1e6 * s / p.requests for s, p in zip(rest, columns, strict=True)]),
         row("all but engines, ms per step",
             [1e3 * s / n for s, n in zip(rest, steps, strict=True)]),
         row("engines, ms of CPU per step",

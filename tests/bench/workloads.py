@@ -35,12 +35,13 @@ class Task(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """`shown` names the metrics of its table; for `tok_s` more is better, for all others less."""
+    """`shown` names the metrics of its table; of throughput more is better, of all others less."""
 
     name: str
     title: str
     shown: Sequence[str]
     run: Callable[[Task], Awaitable[Metrics]]
+    usual: bool = True  # else only when it is named
 
 
 def prompt_ids(salt: str, count: int) -> list[int]:
@@ -80,6 +81,7 @@ def summary(answers: Sequence[Answer], wall_s: float) -> Metrics:
         "tok_s": sum(answer.output_tokens for answer in answers) / wall_s,
         "prompt_tok_s": sum(answer.prompt_tokens for answer in answers) / wall_s,
         "requests": len(answers),
+        "requests_s": len(answers) / wall_s,
         "cached_percent": 100
         * sum(a.cached_tokens for a in answers)
         / sum(a.prompt_tokens for a in answers),
@@ -191,6 +193,7 @@ def interference(streams: int, shape: Shape, long: int) -> Callable[[Task], Awai
             "itl_p99_ms": late_ms,
             "p99_by_calm_p50": late_ms / calm_ms,
             "long_ttft_ms": 1e3 * arrival.ttft_s,
+            "requests": streams + 1,
             "output_tokens": sum(answer.output_tokens for answer in answers) + 1,
             "prompt_tokens": sum(a.prompt_tokens for a in answers) + arrival.prompt_tokens,
         }
@@ -250,4 +253,6 @@ WORKLOADS = [
     Workload("long-prompt", "8 streams when a prompt of 6,000 arrives",
              ("calm_itl_p50_ms", "itl_p99_ms", "p99_by_calm_p50", "long_ttft_ms"),
              interference(8, Shape(128, 384), 6000)),
+    Workload("short", "256 at once, 16 in, 16 out: what a request costs beside a model",
+             ("requests_s", "tok_s", "e2el_p50_ms"), closed(256, 4, Shape(16, 16)), usual=False),
 ]  # fmt: skip
