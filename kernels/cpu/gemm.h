@@ -42,6 +42,20 @@ constexpr int K_STEP = 64;  // inputs of one AMX product
 
 // --- quantization ------------------------------------------------------------------------------
 
+// A Hadamard transform, not normalized, of lane i of every LANES-th float, over the largest power of
+// two that divides `count`; `spread` of rotation.py is its other half. A large input then takes its
+// part of many steps, instead of making all of them large.
+inline void spread(float* x, int count) {
+  const int block = count & -count;
+  for (int span = LANES; span < block; span *= 2)
+    for (int begin = 0; begin < count; begin += 2 * span)
+      for (int i = begin; i < begin + span; i += LANES) {
+        const Floats a = load<Floats>(x + i), b = load<Floats>(x + i + span);
+        store(x + i, a + b);
+        store(x + i + span, a - b);
+      }
+}
+
 // One row of `count` floats, `count` a multiple of 16; bytes up to `padded` become zero.
 inline void quantize(const float* x, int count, int padded, int group, int8_t* bytes, float* scales) {
   typedef uint8_t Bytes __attribute__((vector_size(16)));

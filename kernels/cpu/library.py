@@ -139,6 +139,8 @@ def library(architecture: str = "native") -> ctypes.CDLL:
     lib.shoal_attend.restype = None
     lib.shoal_elementwise.argtypes = [ctypes.c_int, _POINTER, ctypes.c_int]
     lib.shoal_elementwise.restype = None
+    lib.shoal_spread.argtypes = [_POINTER, ctypes.c_int]
+    lib.shoal_spread.restype = None
     lib.shoal_close.restype = None
     lib.shoal_close.argtypes = [ctypes.c_void_p]
     return lib

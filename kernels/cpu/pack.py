@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 PANEL = 16  # outputs
-STEP = 64  # inputs: of one product on the matrix unit, and of one group
+STEP = 64  # inputs of one product on the matrix unit
+GROUP_MAX = 512  # inputs. On the matrix unit, 32 rows: groups of 64 make a product 1.5 to 2.1 times
+# as long, of 192 and 512 1.05 to 1.1 times
 
 
 class PackedMatrix(NamedTuple):
@@ -40,14 +42,14 @@ def padded(count: int, unit: int = STEP) -> int:
 
 def pack(weight: Tensor, bias: Tensor | None = None, *, grouped: bool = False) -> PackedMatrix:
     """`weight` [out, in], padded to whole panels and steps; `grouped` = activations have a scale
-    per 64 inputs instead of one per row.
+    per at most `GROUP_MAX` inputs instead of one per row.
     """
     rows, columns = padded(weight.shape[0], PANEL), padded(weight.shape[1])
     whole = weight.new_zeros(rows, columns, dtype=torch.float32)
     whole[: weight.shape[0], : weight.shape[1]] = weight
     scales = whole.abs().amax(-1) / 127
     steps = whole.div_(scales.clamp_min(1e-30)[:, None]).round_().to(torch.int8)
-    group = STEP if grouped else columns
+    group = _group(columns) if grouped else columns
     sums = steps.view(rows, -1, group).sum(-1, dtype=torch.int32)
     panels = steps.view(rows // PANEL, PANEL, columns // 4, 4).transpose(1, 2).contiguous()
     wide = None
@@ -55,6 +57,11 @@ def pack(weight: Tensor, bias: Tensor | None = None, *, grouped: bool = False) -
         wide = bias.new_zeros(rows, dtype=torch.float32)
         wide[: len(bias)] = bias
     return PackedMatrix(panels, scales, (128 * sums).t().contiguous(), wide)
+
+
+def _group(columns: int) -> int:
+    """The most inputs of a group that leaves no rest."""
+    return max(size for size in range(STEP, GROUP_MAX + 1, STEP) if columns % size == 0)
 
 
 def pad_blocks(weight: Tensor, blocks: int, size: int, dim: int) -> Tensor:

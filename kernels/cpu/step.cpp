@@ -445,6 +445,7 @@ class Decoder {
       if (m_.gelu) turned = 1.5957691216f * (g + 0.044715f * g * g * g);  // 2 sqrt(2 / pi)
       store(y + i, g * sigmoid(turned) * load<Floats>(ups + i));
     }
+    spread(y, m_.inner_padded);
     quantize_row(y, m_.inner_padded, row, w);
   }
 
@@ -561,6 +562,8 @@ void shoal_elementwise(int which, float* x, int count) {
     store(x + i, which == 0 ? exp(v) : which == 1 ? sigmoid(v) : roughly_exp(v));
   }
 }
+
+void shoal_spread(float* x, int count) { spread(x, count); }
 
 void shoal_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
 }

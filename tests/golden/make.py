@@ -105,8 +105,8 @@ def perplexity(model: LlamaForCausalLM, ids: list[int]) -> float:
 def main() -> None:
     tokenizer = Tokenizer(read_model(default_model()))
     model = reference()
-    ids = tokenizer.encode(passages())
-    found = {"num_ids": len(ids), "perplexity": perplexity(model, ids)}
+    texts = map(tokenizer.encode, passages())
+    found = [{"num_ids": len(ids), "perplexity": perplexity(model, ids)} for ids in texts]
     PERPLEXITY_FILE.write_text(json.dumps(found) + "\n")
     lines = [json.dumps(answer(model, ids)) for ids in prompts(tokenizer.encode)]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -50,7 +50,14 @@ def prompts(encode: Callable[[str], list[int]]) -> list[list[int]]:
     return short + [encode(text * (count // 20))[:count] for text, count in _LONG]
 
 
-def passages() -> str:
-    """Prose and verse in the public domain, without the lines that name where it is from."""
-    lines = Path(__file__).with_name("passages.txt").read_text().splitlines(keepends=True)
+def passages() -> tuple[str, str]:
+    """Two texts of about 2,000 ids, prose and verse in the public domain, without the lines that
+    name where it is from.
+    """
+    first, second = map(_passages, ("passages.txt", "more_passages.txt"))
+    return first, second
+
+
+def _passages(name: str) -> str:
+    lines = Path(__file__).with_name(name).read_text().splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("# "))

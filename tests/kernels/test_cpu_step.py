@@ -7,7 +7,7 @@ import torch
 
 from kernels.cpu.library import AttentionTile, Matrix, library
 from kernels.cpu.pack import pack, pad_blocks, padded
-from kernels.cpu.rotation import rotation
+from kernels.cpu.rotation import rotation, spread
 from kernels.paged_attention import attention_reference
 
 PORTABLE = "x86-64-v3"  # neither dot instructions nor a matrix unit
@@ -81,10 +81,11 @@ def test_zero_rows_and_zero_outputs_are_zero():
 @pytest.mark.parametrize("rows", [2, 20])
 def test_what_is_not_finite_stays_so_in_its_row(bad, rows):
     """Rounding must not turn a broken number into a sound one, nor spoil the rows beside it."""
-    packed = pack(torch.randn(64, 128), grouped=True)
-    x = torch.randn(rows, 128)
+    packed = pack(torch.randn(64, 1024), grouped=True)
+    assert packed.group == 512
+    x = torch.randn(rows, 1024)
     sound = linear("native", packed, x)
-    x[1, 100] = bad
+    x[1, 700] = bad
     y = linear("native", packed, x)
     assert not y[1].isfinite().any()
     assert torch.equal(y[0], sound[0])
@@ -103,6 +104,23 @@ def test_packing_rounds_to_the_nearest_step():
 def test_a_rotation_is_orthogonal(size):
     q = rotation(size)
     torch.testing.assert_close(q @ q.t(), torch.eye(size, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("count", [64, 192, 576, 1024, 1536])
+def test_a_spread_input_times_a_spread_weight_is_the_product(build, count):
+    """The two halves undo each other, and one large input is spread over many."""
+    weight, x = torch.randint(-9, 9, (5, count)).double(), torch.randint(-9, 9, (count,)).float()
+    x[17] = 1e5
+    turned = x.clone()
+    library(build).shoal_spread(turned.data_ptr(), count)
+    assert torch.equal(spread(weight) @ turned.double(), weight @ x.double())
+    assert (turned.abs() > 9e4).sum() == (count & -count) // 16 > 1
+
+
+@pytest.mark.parametrize(("columns", "group"), [(64, 64), (576, 192), (1536, 512), (704, 64)])
+def test_groups_are_large_and_leave_no_rest(columns, group):
+    assert pack(torch.ones(16, columns), grouped=True).group == group
 
 
 def test_blocks_are_padded_apart():

@@ -1,8 +1,8 @@
 """The decoder as one compiled call per step, its weights in int8 (`kernels/cpu`).
 
 The same model as `decoder.py`, which is its oracle. Weights are rounded to int8 per output,
-activations to 8 bits per row (per 64 inputs where the residual is written), sums are exact, K and V
-are bf16.
+activations to 8 bits per row (per group of inputs where the residual is written), sums are exact, K
+and V are bf16.
 """
 
 import ctypes

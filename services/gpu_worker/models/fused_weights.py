@@ -1,9 +1,9 @@
 """A decoder's weights as the compiled step takes them: plain arrays by name, fit for a file.
 
-Matrices are int8 (`kernels/cpu/pack`), norms fp32, the embedding bf16. Families without norms after
-attention and feed-forward are rotated first (`kernels/cpu/rotation`); then the gains of their norms
-are in the matrices behind them, and there is no array of those. The bytes are the same for every
-instruction set that the step is built for.
+Matrices are int8 (`kernels/cpu/pack`), norms fp32, the embedding bf16. `down` is for an input that
+the step spreads (`kernels/cpu/rotation`). Families without norms after attention and feed-forward
+are rotated first; then the gains of their norms are in the matrices behind them, and there is no
+array of those. The bytes are the same for every instruction set that the step is built for.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu.pack import pack, pad_blocks, padded
-from kernels.cpu.rotation import rotation
+from kernels.cpu.rotation import rotation, spread
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights, LayerWeights, Matrix
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -65,7 +65,9 @@ class _Packing:
         inputs = (f"{prefix}mlp_norm", layer.mlp_norm)
         halves = (2, padded(config.inner_size))
         self.add_reader(f"{prefix}gate_up", layer.gate_up(), *inputs, blocks=halves)
-        self._add_writer(f"{prefix}down", layer.down())
+        down = layer.down()
+        wide = pad_blocks(down.weight.float(), 1, padded(config.inner_size), dim=1)
+        self._add_writer(f"{prefix}down", down._replace(weight=spread(wide)))
         self._add_norm(f"{prefix}mlp_post_norm", layer.mlp_post_norm)
 
     def add_embedding(self, weight: Tensor) -> None:

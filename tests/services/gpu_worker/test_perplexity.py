@@ -16,26 +16,34 @@ from tests.services.gpu_worker.core_kit import Ask, Core
 EXPECTED = json.loads(PERPLEXITY_FILE.read_text())
 
 
-@pytest.mark.parametrize(("quantize", "off_max"), [("none", 1e-4), ("w8a8", 1e-2)])
-def test_perplexity_is_that_of_transformers(quantize, off_max):
+@pytest.mark.parametrize(
+    ("quantize", "texts", "off_max"), [("none", 1, 1e-4), ("w8a8", 2, 1e-2)], ids=["fp32", "int8"]
+)
+def test_perplexity_is_that_of_transformers(quantize, texts, off_max):
     """Over public-domain prose and verse, from the logprobs that a client gets of its prompt: fp32
-    within a hundredth of a percent, int8 within one.
+    within a hundredth of a percent, int8 within one. The rounding's part in int8 is a number of
+    either sign per id, so it takes both texts to tell 1 % from chance (ADR 8).
     """
-    ids = Tokenizer(read_model(default_model())).encode(passages())
+    tokenizer = Tokenizer(read_model(default_model()))
     runner = load_runner(
         default_model(),
         progress=[].append,
         dtype="fp32",
         quantize=quantize,
-        num_blocks=128,
+        num_blocks=140,
         kv_bytes_max=0,
-        max_model_len=2000,
+        max_model_len=2240,
         num_threads=1,
     )
-    sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    [answer] = Core(runner, batch=1, chunk=256).answers([Ask(ids, sampling)])
-    logprobs = [entry.logprob for entry in answer.prompt_logprobs]
-
-    assert len(logprobs) + 1 == len(ids) == EXPECTED["num_ids"] >= 1500
-    perplexity = math.exp(-math.fsum(logprobs) / len(logprobs))
-    assert math.isclose(perplexity, EXPECTED["perplexity"], rel_tol=off_max)
+    core = Core(runner, batch=1, chunk=256)
+    loss = expected = count = 0.0
+    for text, golden in zip(passages()[:texts], EXPECTED, strict=False):
+        ids = tokenizer.encode(text)
+        sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        [answer] = core.answers([Ask(ids, sampling)])
+        logprobs = [entry.logprob for entry in answer.prompt_logprobs]
+        assert len(logprobs) + 1 == len(ids) == golden["num_ids"] >= 1500
+        loss -= math.fsum(logprobs)
+        expected += math.log(golden["perplexity"]) * len(logprobs)
+        count += len(logprobs)
+    assert abs(math.expm1((loss - expected) / count)) < off_max
