@@ -138,7 +138,7 @@ def messages() -> list[Experiment]:
     """On their way into one role's mailboxes, and heartbeats."""
     shares: dict[Verb, float] = {"drop": 0.1, "duplicate": 0.3, "delay": 0.1, "reorder": 0.3}
     # A second brings dozens of messages to some mailboxes and one or two to others.
-    often = {"scheduler": 3, "gpu_worker": 3, "gateway": 0.5, "detokenizer": 0.5}
+    often = {"tokenizer": 3, "scheduler": 3, "gpu_worker": 3, "gateway": 0.5, "detokenizer": 0.5}
     roles = ("gateway", "tokenizer", "scheduler", "gpu_worker", "detokenizer", "beats")
     rows = [
         Experiment(verb, f"to {to}", partial(Messages, verb, to, share * often.get(to, 1)), 2.0)
