@@ -146,13 +146,25 @@ struct alignas(64) AttentionShape {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  explicit AttentionShape(int count) {
-    auto set = [&](int t, int tile_rows, int tile_bytes) { rows[t] = tile_rows, bytes[t] = tile_bytes; };
+  void set(int t, int tile_rows, int tile_bytes) { rows[t] = tile_rows, bytes[t] = tile_bytes; }
+
+  explicit AttentionShape(int count) {  // up to 16 rows
     for (int t = 0; t < 4; t++) set(t, count, 64);  // sums
     set(4, count, 64);     // queries: 32 dims
     set(5, 16, 64);        // keys: 16 pairs of dims
     set(6, count, 32);     // weights: 16 tokens
     set(7, PAGE / 2, 64);  // values: 8 pairs of tokens
+  }
+
+  // Sixteen rows and `more`, times 32 dims of keys or 16 tokens of values.
+  static AttentionShape of_two(int more, bool keys) {
+    AttentionShape shape(16);
+    shape.set(2, more, 64);
+    shape.set(3, more, 64);
+    shape.set(4, 16, keys ? 64 : 32);
+    shape.set(5, more, keys ? 64 : 32);
+    for (int t = 6; t < 8; t++) shape.set(t, keys ? 16 : PAGE / 2, 64);
+    return shape;
   }
 };
 
@@ -224,7 +236,63 @@ inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* w
   }
 }
 
-constexpr int TILE_ROWS = 16;
+// The same for 17 to 32 rows: each load serves two products, whose numbers are those of above.
+inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* queries, float* scores,
+                      size_t score_stride) {
+  const int stride = kv.dims * 2;
+  for (int page = first; page < last; page += 2) {
+    const uint16_t *left = kv.keys(page), *right = kv.keys(std::min(page + 1, last - 1));
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int dim = 0; dim < kv.dims; dim += 32) {
+      _tile_loadd(4, queries + dim, stride);
+      _tile_loadd(6, left + dim * PAGE, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, right + dim * PAGE, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, queries + 16 * kv.dims + dim, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    float *low = scores + page * PAGE, *high = low + 16 * score_stride;
+    _tile_stored(0, low, score_stride * 4);
+    _tile_stored(2, high, score_stride * 4);
+    if (page + 1 == last) break;
+    _tile_stored(1, low + PAGE, score_stride * 4);
+    _tile_stored(3, high + PAGE, score_stride * 4);
+  }
+}
+
+inline void mix_two(const HeadPages& kv, int first, int last, const uint16_t* weights,
+                    size_t weight_stride, float* out, int out_stride) {
+  for (int dim = 0; dim < kv.dims; dim += 2 * LANES) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int page = first; page < last; page++) {
+      const uint16_t* values = kv.values(page) + 2 * dim;
+      const uint16_t* low = weights + page * PAGE;
+      _tile_loadd(4, low, weight_stride * 2);
+      _tile_loadd(6, values, kv.dims * 4);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, values + 2 * LANES, kv.dims * 4);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, low + 16 * weight_stride, weight_stride * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    float *to = out + dim, *high = to + 16 * out_stride;
+    _tile_stored(0, to, out_stride * 4);
+    _tile_stored(1, to + LANES, out_stride * 4);
+    _tile_stored(2, high, out_stride * 4);
+    _tile_stored(3, high + LANES, out_stride * 4);
+  }
+}
+
+constexpr int TILE_ROWS = 32;
 #else
 inline void score_rows(int rows, const HeadPages& kv, int first, int last, const uint16_t* queries,
                        float* scores, size_t stride) {
@@ -266,7 +334,7 @@ constexpr int TILE_ROWS = 24;
 #endif
 
 // A tile: `rows` rows of queries [rows][dims] in bf16, scaled; row r is of token first_token + r /
-// heads. Writes [rows][dims] in floats. Scratch: rows * pages * 16 floats, and as many bf16.
+// heads. Writes [rows][dims] in floats. Scratch: rows * (pages + 1) * 16 floats, as many bf16.
 struct AttentionTile {
   HeadPages kv;
   const uint16_t* queries;
@@ -287,13 +355,15 @@ inline void attend(const AttentionTile& t) {
   const int final_position = t.position + (t.rows - 1) / t.heads;
   const int first = t.window ? std::max(0, t.position - t.window + 1) / PAGE : 0;
   const int last = final_position / PAGE + 1;
-  const size_t stride = size_t(last) * PAGE;
+  const size_t stride = apart<float>(size_t(last) * PAGE);
   float totals[TILE_ROWS_MAX];
 #ifdef __AMX_BF16__
-  for (int row = 0; row < t.rows; row += 16) {
-    const AttentionShape shape(std::min(16, t.rows - row));
+  for (int row = 0; row < t.rows; row += 32) {
+    const int rows = std::min(32, t.rows - row);
+    const AttentionShape shape = rows > 16 ? AttentionShape::of_two(rows - 16, true) : AttentionShape(rows);
     _tile_loadconfig(&shape);
-    score_rows(t.kv, first, last, t.queries + row * t.kv.dims, t.scores + row * stride, stride);
+    (rows > 16 ? score_two : score_rows)(t.kv, first, last, t.queries + row * t.kv.dims,
+                                         t.scores + row * stride, stride);
   }
 #else
   score_rows(t.rows, t.kv, first, last, t.queries, t.scores, stride);
@@ -304,10 +374,12 @@ inline void attend(const AttentionTile& t) {
     totals[row] = softmax(scores, first, last, mask, t.cap, t.weights + row * stride);
   }
 #ifdef __AMX_BF16__
-  for (int row = 0; row < t.rows; row += 16) {
-    const AttentionShape shape(std::min(16, t.rows - row));
+  for (int row = 0; row < t.rows; row += 32) {
+    const int rows = std::min(32, t.rows - row);
+    const AttentionShape shape = rows > 16 ? AttentionShape::of_two(rows - 16, false) : AttentionShape(rows);
     _tile_loadconfig(&shape);
-    mix_rows(t.kv, first, last, t.weights + row * stride, stride, t.out + row * t.out_stride, t.out_stride);
+    (rows > 16 ? mix_two : mix_rows)(t.kv, first, last, t.weights + row * stride, stride,
+                                     t.out + row * t.out_stride, t.out_stride);
   }
 #else
   mix_rows(t.rows, t.kv, first, last, t.weights, stride, t.out, t.out_stride);

@@ -30,9 +30,9 @@ struct Matrix {
 
 // Rows of int8 activations: value = scale of its group * byte, which is never -128.
 struct Activations {
-  int8_t* bytes;     // [rows padded to 32][in]
+  int8_t* bytes;     // [rows padded to 32][stride]
   float* scales;     // [rows padded to 32][groups]
-  size_t in;
+  size_t stride;
   size_t groups;
 };
 
@@ -160,7 +160,7 @@ inline void tile(const Matrix& w, int panel, const Activations& x, int row, cons
   Floats total[R][P] = {};
   for (int begin = 0, g = 0; begin < w.in; begin += w.group, g++) {
     Ints sums[R][P];
-    multiply<R, P>(w, panel, x.bytes + row * x.in, x.in, begin, sums);
+    multiply<R, P>(w, panel, x.bytes + row * x.stride, x.stride, begin, sums);
     for (int r = 0; r < R; r++) {
       const Floats scale = all(x.scales[(row + r) * x.groups + g]);
       for (int p = 0; p < P; p++) total[r][p] = fma(to_floats(sums[r][p]), scale, total[r][p]);
@@ -207,9 +207,9 @@ struct alignas(64) TileShape {
 constexpr int AT_ONCE = 4;  // groups whose sums wait, so that totals stay in registers
 
 // sums[panel][row] of up to 32 rows by two panels, over one group: each load serves two products.
-inline void amx_sums(const Matrix& w, int panel, const int8_t* x, int rows, int begin,
+inline void amx_sums(const Matrix& w, int panel, const int8_t* x, size_t stride, int rows, int begin,
                      int32_t (*sums)[32][PANEL]) {
-  const int8_t* high = x + 16 * size_t(w.in);
+  const int8_t* high = x + 16 * stride;
   const int8_t* left = w.weights + size_t(panel) * w.in * PANEL;
   const int8_t* right = left + size_t(w.in) * PANEL;
   _tile_zero(0);
@@ -217,13 +217,13 @@ inline void amx_sums(const Matrix& w, int panel, const int8_t* x, int rows, int 
   _tile_zero(2);
   _tile_zero(3);
   for (int k = begin; k < begin + w.group; k += K_STEP) {
-    _tile_loadd(4, x + k, w.in);
+    _tile_loadd(4, x + k, stride);
     _tile_loadd(6, left + k * PANEL, 64);
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, right + k * PANEL, 64);
     _tile_dpbssd(1, 4, 7);
     if (rows > 16) {
-      _tile_loadd(5, high + k, w.in);
+      _tile_loadd(5, high + k, stride);
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }
@@ -244,7 +244,7 @@ inline void amx_tile(const Matrix& w, int panel, const Activations& x, int row, 
   for (int g = 0; g < groups; g += AT_ONCE) {
     const int count = std::min(AT_ONCE, groups - g);
     for (int i = 0; i < count; i++)
-      amx_sums(w, panel, x.bytes + row * x.in, rows, (g + i) * w.group, sums[i]);
+      amx_sums(w, panel, x.bytes + row * x.stride, x.stride, rows, (g + i) * w.group, sums[i]);
     for (int r = 0; r < rows; r++)
       for (int p = 0; p < 2; p++) {
         const float* scales = x.scales + (row + r) * x.groups + g;

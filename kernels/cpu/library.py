@@ -125,6 +125,8 @@ def library(architecture: str = "native") -> ctypes.CDLL:
     refused = lib.shoal_begin()
     if refused:
         raise BuildError(f"the system does not lend the matrix unit: {os.strerror(refused)}")
+    lib.shoal_large_pages.restype = None
+    lib.shoal_large_pages.argtypes = [_POINTER, ctypes.c_size_t]
     lib.shoal_open.restype = ctypes.c_void_p
     lib.shoal_open.argtypes = [ctypes.POINTER(Model), ctypes.c_int]
     lib.shoal_forward.restype = ctypes.c_int

@@ -80,6 +80,13 @@ enum Phase { NORM, QKV, ROPE, ATTENTION, OUT_INPUT, OUT, MLP_INPUT, GATE_UP, GAT
 
 constexpr size_t LARGE_PAGE = size_t(2) << 20;
 
+// Asks for large pages where whole ones fit: each small one costs a walk through the host's tables.
+void in_large_pages(void* memory, size_t bytes) {
+  const uintptr_t begin = (uintptr_t(memory) + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+  const uintptr_t end = (uintptr_t(memory) + bytes) / LARGE_PAGE * LARGE_PAGE;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
+
 template <class T>
 class Buffer {  // grows, never shrinks; aligned to a cache line, and in large pages where they pay
  public:
@@ -90,7 +97,7 @@ class Buffer {  // grows, never shrinks; aligned to a cache line, and in large p
       if (large) bytes = (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
       const auto align = std::align_val_t(large ? LARGE_PAGE : 64);
       data_ = {static_cast<T*>(::operator new(bytes, align)), Free{align}};
-      if (large) madvise(data_.get(), bytes, MADV_HUGEPAGE);
+      in_large_pages(data_.get(), bytes);
       std::memset(static_cast<void*>(data_.get()), 0, bytes);
       size_ = count;
     }
@@ -165,8 +172,8 @@ class Decoder {
   void prepare() {
     const Step& s = *step_;
     const size_t rows = room_for_rows(s.rows);
-    hidden_.room(rows * m_.hidden_padded);
-    wide_.room(rows * std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded}));
+    hidden_.room(rows * hidden_stride());
+    wide_.room(rows * apart<float>(std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded})));
     queries_.room(rows * m_.heads * m_.dims_padded);
     attended_.room(rows * m_.heads * m_.dims_padded);
     places_.resize(s.rows);
@@ -188,7 +195,7 @@ class Decoder {
   // Activations of `count` rows, and of as many more as the matrix unit fills up.
   size_t room_for_rows(int count) {
     const size_t rows = (count + 31) / 32 * 32;
-    bytes_.room(rows * widest());
+    bytes_.room(rows * apart<int8_t>(widest()));
     scales_.room(rows * (widest() / 64));
     for (Own& own : own_) own.row.room(widest());
     return rows;
@@ -198,23 +205,24 @@ class Decoder {
     return std::max({m_.hidden_padded, m_.inner_padded, padded(m_.heads * m_.dims_padded)});
   }
 
-  // Tiles of tokens, spread over the threads so that each gets long and short ones.
+  // Tiles of tokens: those of a sequence's KV head one after the other, so that its keys and values
+  // stay in the cache; long ones first, and spread over the threads.
   void plan_attention() {
     const Step& s = *step_;
     tasks_.clear();
     const int tile = tile_tokens(group());
     for (int i = 0; i < s.spans; i++)
-      for (int first = 0; first < s.span[i].rows; first += tile)
-        for (int head = 0; head < m_.kv_heads; head++)
+      for (int head = 0; head < m_.kv_heads; head++)
+        for (int first = (s.span[i].rows - 1) / tile * tile; first >= 0; first -= tile)
           tasks_.push_back({i, head, first, std::min(tile, s.span[i].rows - first)});
-    auto length = [&](const Task& t) { return (s.span[t.span].position + t.first) * t.rows; };
+    auto length = [&](const Task& t) { return s.span[t.span].position + s.span[t.span].rows; };
     std::stable_sort(tasks_.begin(), tasks_.end(),
                      [&](const Task& a, const Task& b) { return length(a) > length(b); });
     std::vector<Task> dealt;
     for (int rank = 0; rank < team_.size(); rank++)
       for (size_t i = rank; i < tasks_.size(); i += team_.size()) dealt.push_back(tasks_[i]);
     tasks_.swap(dealt);
-    const size_t tokens = size_t(s.pages_max) * PAGE;
+    const size_t tokens = apart<float>(size_t(s.pages_max) * PAGE);
     for (Own& own : own_) {
       own.scores.room(tile * group() * tokens);
       own.weights.room(tile * group() * tokens);
@@ -245,7 +253,7 @@ class Decoder {
         else if (layers_[i - 1].mlp_post_norm) add_normalized(row, layers_[i - 1].mlp_post_norm);
         normalize(hidden(row), l.attention_norm, row, l.qkv, rank);
       });
-      multiply(i, QKV, rank, l.qkv, wide_.get(), l.qkv.out, false);
+      multiply(i, QKV, rank, l.qkv, wide_.get(), apart<float>(l.qkv.out), false);
       each(i, ROPE, rank, [&](int row) { turn(i, row); });
       each(i, ATTENTION, rank, [&](int task) { attend_task(i, tasks_[task], rank); });
       each(i, OUT_INPUT, rank, [&](int row) { gather(row, l.attention_out, rank); });
@@ -254,7 +262,7 @@ class Decoder {
         if (l.attention_post_norm) add_normalized(row, l.attention_post_norm);
         normalize(hidden(row), l.mlp_norm, row, l.gate_up, rank);
       });
-      multiply(i, GATE_UP, rank, l.gate_up, wide_.get(), l.gate_up.out, false);
+      multiply(i, GATE_UP, rank, l.gate_up, wide_.get(), apart<float>(l.gate_up.out), false);
       each(i, GATED, rank, [&](int row) { gate(row, l.down, rank); });
       multiply_into_hidden(i, DOWN, rank, l.down, l.mlp_post_norm);
     }
@@ -308,7 +316,9 @@ class Decoder {
 
   // --- rows ---
 
-  float* hidden(int row) { return hidden_.get() + size_t(row) * m_.hidden_padded; }
+  size_t hidden_stride() const { return apart<float>(m_.hidden_padded); }
+
+  float* hidden(int row) { return hidden_.get() + row * hidden_stride(); }
 
   void embed(int row) {
     const uint16_t* from = m_.embedding + size_t(step_->ids[row]) * m_.hidden_padded;
@@ -337,15 +347,15 @@ class Decoder {
 
   void quantize_row(const float* x, int count, int row, const Matrix& w) {
     const Activations a = activations(w);
-    quantize(x, count, w.in, w.group, a.bytes + row * a.in, a.scales + row * a.groups);
+    quantize(x, count, w.in, w.group, a.bytes + row * a.stride, a.scales + row * a.groups);
   }
 
   Activations activations(const Matrix& w) {
-    return {bytes_.get(), scales_.get(), size_t(w.in), size_t(w.in / w.group)};
+    return {bytes_.get(), scales_.get(), apart<int8_t>(w.in), size_t(w.in / w.group)};
   }
 
   void add_normalized(int row, const float* gain) {
-    const float* x = wide_.get() + size_t(row) * m_.hidden_padded;
+    const float* x = wide_.get() + row * hidden_stride();
     const float scale = inverse_rms(x, m_.hidden, m_.hidden_padded, m_.eps);
     float* y = hidden(row);
     for (int i = 0; i < m_.hidden_padded; i += LANES)
@@ -360,7 +370,7 @@ class Decoder {
     const size_t at = size_t(position) * (m_.rotary_dims / 2);
     const float* cosines = (l.local ? m_.local_cosines : m_.cosines) + at;
     const float* sines = (l.local ? m_.local_sines : m_.sines) + at;
-    float* x = wide_.get() + size_t(row) * l.qkv.out;
+    float* x = wide_.get() + row * apart<float>(l.qkv.out);
     for (int head = 0; head < m_.heads; head++, x += d) {
       rotate(x, l.query_norm, cosines, sines);
       uint16_t* to = query(head / group(), row) + (head % group()) * d;
@@ -436,7 +446,7 @@ class Decoder {
   }
 
   void gate(int row, const Matrix& w, int rank) {
-    const float* gates = wide_.get() + size_t(row) * 2 * m_.inner_padded;
+    const float* gates = wide_.get() + row * apart<float>(2 * m_.inner_padded);
     const float* ups = gates + m_.inner_padded;
     float* y = own_[rank].row.get();
     for (int i = 0; i < m_.inner_padded; i += LANES) {
@@ -451,16 +461,16 @@ class Decoder {
 
   // --- phases ---
 
-  void multiply(int layer, Phase phase, int rank, const Matrix& w, float* y, int stride, bool add) {
+  void multiply(int layer, Phase phase, int rank, const Matrix& w, float* y, size_t stride, bool add) {
     const Activations x = activations(w);
     run_parts(part(layer, phase), rank, phase, [&](int task) {
-      product(w, task * PART, x, step_->rows, {y, size_t(stride), add});
+      product(w, task * PART, x, step_->rows, {y, stride, add});
     });
   }
 
   void multiply_into_hidden(int layer, Phase phase, int rank, const Matrix& w, const float* post_norm) {
     float* y = post_norm ? wide_.get() : hidden_.get();
-    multiply(layer, phase, rank, w, y, m_.hidden_padded, !post_norm);
+    multiply(layer, phase, rank, w, y, hidden_stride(), !post_norm);
   }
 
   template <class F>
@@ -513,6 +523,9 @@ int shoal_begin() {
   return 0;
 }
 
+// For memory that nobody has written to yet. A system without large pages does not mind.
+void shoal_large_pages(void* memory, size_t bytes) { in_large_pages(memory, bytes); }
+
 void* shoal_open(const Model* model, int threads) { return new Decoder(*model, threads); }
 
 // These two: 0, or an error number (no memory). All memory is taken before anything is computed.
@@ -546,9 +559,10 @@ void shoal_linear(const Matrix* w, const float* x, int rows, float* y) {
   const size_t groups = w->in / w->group, room = (rows + 31) / 32 * 32;
   Buffer<int8_t> bytes;
   Buffer<float> scales;
-  const Activations a = {bytes.room(room * w->in), scales.room(room * groups), size_t(w->in), groups};
+  const size_t stride = apart<int8_t>(w->in);
+  const Activations a = {bytes.room(room * stride), scales.room(room * groups), stride, groups};
   for (int row = 0; row < rows; row++)
-    quantize(x + size_t(row) * w->in, w->in, w->in, w->group, a.bytes + row * a.in, a.scales + row * groups);
+    quantize(x + size_t(row) * w->in, w->in, w->in, w->group, a.bytes + row * stride, a.scales + row * groups);
   for (int part = 0; part < parts(*w); part++)
     product(*w, part * PART, a, rows, {y, size_t(w->out), false});
 }

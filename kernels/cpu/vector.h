@@ -2,6 +2,7 @@
 // numbers either way (the library is compiled with -ffp-contract=off).
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -16,6 +17,14 @@ constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));  // bf16 of sixteen lanes
+
+// How far apart rows of `count` numbers lie: an odd number of cache lines. Rows a power of two apart
+// would all fall into the same few places of the cache.
+template <class T>
+constexpr size_t apart(size_t count) {
+  const size_t line = 64 / sizeof(T);
+  return ((count + line - 1) / line | 1) * line;
+}
 
 template <class V, class T>
 inline V load(const T* from) {

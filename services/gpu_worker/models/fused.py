@@ -55,6 +55,7 @@ class FusedDecoder:
             num_blocks, config.num_layers, config.num_kv_heads, 2, self._head_dim * 16,
             dtype=torch.bfloat16,
         )  # fmt: skip
+        self._library.shoal_large_pages(self.pool.data_ptr(), self.pool.nbytes)
         model = self._model(max_model_len)
         self._handle: int | None = self._library.shoal_open(ctypes.byref(model), num_threads)
 
