@@ -43,6 +43,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_threads: Natural = 0  # of the engine's kernels; 0 = one per CPU this process may use
     num_blocks: Count | None = None  # None = as many as fit in `kv_bytes_max`
     kv_bytes_max: Count = 1 << 30  # bytes of KV memory; 1 GiB holds 45 Ki ids of the default model
+    packed_dir: str = ""  # int8 weights ready to map; "" = .cache/packed of the checkout
+    packed_bytes_max: Natural = 8 << 30  # there; what was used last stays; 0 = keep none
     max_model_len: Count | None = None  # ids; None = what the model was trained for
     max_legs: Count = 64  # legs in one step; beyond, a CPU step outlasts a reader's patience
     max_batched_tokens: Count = 256  # ids in one step; larger prefill chunks gain nothing on a CPU

@@ -212,8 +212,10 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
         runner = _simulated(launch)
     else:
         progress("weights")
-        from services.gpu_worker.model_runner import load_runner  # noqa: PLC0415 torch, 2 s
+        from services.gpu_worker.loader.packed import FOLDER, PackedCache  # noqa: PLC0415 torch, 2 s
+        from services.gpu_worker.model_runner import load_runner  # noqa: PLC0415
 
+        folder = Path(config.packed_dir) if config.packed_dir else FOLDER
         runner = load_runner(
             Path(launch.model),
             dtype=config.dtype,
@@ -223,6 +225,7 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
             max_model_len=config.max_model_len,
             num_threads=config.num_threads or _default_threads(),
             progress=progress,
+            cache=PackedCache(folder, config.packed_bytes_max),
         )
     progress("warm-up")
     runner.warm_up()

@@ -11,6 +11,8 @@ import torch
 from kernels.cpu.library import BuildError, cpu_flags, library
 from services.gpu_worker.fused_model import FusedModel, fused_block_bytes
 from services.gpu_worker.loader import load_model
+from services.gpu_worker.loader.packed import NO_CACHE, PackedCache
+from services.gpu_worker.loader.source import Source
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
 from services.gpu_worker.models.fused_weights import pack_weights
@@ -43,9 +45,14 @@ class RunnerSettings(TypedDict):
 
 
 def load_runner(
-    path: Path, *, progress: Callable[[str], None], **settings: Unpack[RunnerSettings]
+    path: Path,
+    *,
+    progress: Callable[[str], None],
+    cache: PackedCache = NO_CACHE,
+    **settings: Unpack[RunnerSettings],
 ) -> "DecoderRunner":
-    """Load the model at `path` (GGUF file or Hugging Face directory) and allocate its KV pool.
+    """Load the model at `path` (GGUF file or Hugging Face directory) and allocate its KV pool. What
+    int8 packs of it is taken from `cache`, and kept there.
 
     Raises `ModelFileError` for the files, `ValueError` naming the setting that does not fit.
     """
@@ -57,6 +64,7 @@ def load_runner(
     int8 = _int8(settings)
     precision = "int8" if int8 else str(dtype).removeprefix("torch.")
     progress(f"loading weights as {precision}")
+    source = Source.of(path)
     config, weights = load_model(path, torch.float32 if int8 else dtype)
     size = fused_block_bytes(config) if int8 else block_bytes(config, dtype)
     num_blocks = settings["num_blocks"]
@@ -72,12 +80,9 @@ def load_runner(
     )
     model: StepModel
     if int8:
+        arrays = cache.load(source, lambda: pack_weights(config, weights))
         decoder = FusedDecoder(
-            config,
-            pack_weights(config, weights),
-            spec.max_model_len,
-            num_blocks,
-            settings["num_threads"],
+            config, arrays, spec.max_model_len, num_blocks, settings["num_threads"]
         )
         model = FusedModel(decoder)
     else:

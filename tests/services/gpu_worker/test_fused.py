@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from services.gpu_worker.loader import load_model
+from services.gpu_worker.loader.packed import PackedCache
+from services.gpu_worker.loader.source import Source
 from services.gpu_worker.models.fused import FusedDecoder, Span
 from services.gpu_worker.models.fused_weights import pack_weights
 from tests.services.gpu_worker.tiny_families import CASES, VOCAB, reference, reference_logits
@@ -102,6 +104,17 @@ def test_a_broken_block_spoils_its_own_sequence_only(pair):
     assert logits.sound.tolist() == [False, True]
     assert torch.equal(logits.values[1:], sound)
     fused.pool[0] = 0
+
+
+def test_a_model_from_the_cache_is_bitwise_the_one_that_was_packed(pair, whole, tmp_path):
+    """And was not packed again."""
+    pair[0].save_pretrained(tmp_path)
+    source, cache = Source.of(tmp_path), PackedCache(tmp_path / "cache", 1 << 30)
+    config, weights = load_model(tmp_path, torch.float32)
+    cache.load(source, lambda: pack_weights(config, weights))
+    mapped = FusedDecoder(config, cache.load(source, dict), 300, 40, num_threads=2)
+    assert torch.equal(computed(mapped, [len(IDS)]), whole)
+    mapped.close()
 
 
 def test_more_threads_than_it_has_room_for_are_fewer(pair, tmp_path):
