@@ -15,7 +15,7 @@ locks   := requirements.lock requirements-models.lock
 stamp    = $(VENV)/installed-$(shell cat $(locks) pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status logs scale rolling chat test check chaos invariance bench clean
+.PHONY: help install up down status logs scale rolling chat test check chaos invariance bench quality clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -62,6 +62,9 @@ invariance: install ## 200 requests one by one and 32 at once: in fp32 all answe
 
 bench: install ## tokens/s and latencies, ours beside PEERS='name=URL; name=COMMAND'
 	@$(VENV)/bin/python -m tests.bench $(if $(PEERS),--peers '$(PEERS)') $(ARGS)
+
+quality: install ## perplexity of each precision and its distance to fp32, llama.cpp's beside it
+	@$(VENV)/bin/python -m tests.quality $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)
 	rm -rf $(VENV) kernels/cpu/built *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
