@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,12 +104,21 @@ def table(results: Results, workload: Workload) -> str:
         cells = [_cell(results, workload.name, names, metric) for metric in workload.shown]
         rows.append([server.name, str(count), *cells])
     notes = [
-        f"\n{server.name}: {results.failures[workload.name, server.name]}"
-        for server in results.servers
-        if (workload.name, server.name) in results.failures
+        f"\n{note}" for server in results.servers for note in _notes(results, workload, server)
     ]
     head = ["server", "rounds", *map(unit, workload.shown)]
     return "\n".join([markdown(head, rows), *notes])
+
+
+def _notes(results: Results, workload: Workload, server: Server) -> Iterator[str]:
+    """What a reader of the table must know."""
+    key = workload.name, server.name
+    if key in results.failures:
+        yield f"{server.name}: {results.failures[key]}"
+    ours = results.values(workload.name, results.servers[0].name, "prompt_tokens")
+    theirs = results.values(workload.name, server.name, "prompt_tokens")
+    if any(our != their for our, their in zip(ours, theirs, strict=False)):
+        yield f"{server.name} counts {theirs[0]:,.0f} prompt tokens in a round, not {ours[0]:,.0f}."
 
 
 def _cell(results: Results, workload: str, names: tuple[str, str], metric: str) -> str:

@@ -183,7 +183,8 @@ def test_a_run_writes_its_page(
     monkeypatch.setattr(bench, "DOCUMENT", page)
     stand_in = f"{sys.executable} {Path(__file__).with_name('stand_in.py')} {{port}}"
     options = ["--engine", "sim", "--rounds", "1", "--only", "streams-8", "--profile", "--write"]
-    monkeypatch.setattr(sys, "argv", ["bench", *options, "--peers", f"other={stand_in}"])
+    fast = "gpu_worker.sim.step_ms=1"
+    monkeypatch.setattr(sys, "argv", ["bench", fast, *options, "--peers", f"other={stand_in}"])
 
     bench.main()
 
