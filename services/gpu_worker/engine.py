@@ -227,6 +227,8 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
             progress=progress,
             cache=PackedCache(folder, config.packed_bytes_max),
         )
+        # 270 MB that packing has freed, and the allocator would keep.
+        ctypes.CDLL(None).malloc_trim(0)
     progress("warm-up")
     runner.warm_up()
     return runner

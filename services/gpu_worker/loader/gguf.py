@@ -4,8 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.gpu_worker.loader.assemble import assemble
@@ -20,21 +19,18 @@ from services.gpu_worker.loader.mapped import MappedFile
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights
 from shared.gguf_file import GgufHead, ModelFileError, read_gguf
 
-_FORMATS = {
-    kind.value: kind
-    for kind in (
-        GGMLQuantizationType.F32,
-        GGMLQuantizationType.F16,
-        GGMLQuantizationType.BF16,
-        GGMLQuantizationType.Q4_0,
-        GGMLQuantizationType.Q4_1,
-        GGMLQuantizationType.Q5_0,
-        GGMLQuantizationType.Q5_1,
-        GGMLQuantizationType.Q8_0,
-        GGMLQuantizationType.Q4_K,
-        GGMLQuantizationType.Q5_K,
-        GGMLQuantizationType.Q6_K,
-    )
+_FORMATS = {  # ggml type -> what it is called
+    0: "F32",
+    1: "F16",
+    30: "BF16",
+    2: "Q4_0",
+    3: "Q4_1",
+    6: "Q5_0",
+    7: "Q5_1",
+    8: "Q8_0",
+    12: "Q4_K",
+    13: "Q5_K",
+    14: "Q6_K",
 }
 
 
@@ -87,13 +83,12 @@ class _Tensors:
             reason = f"shape {list(info.shape)}, expected {list(shape)}"
             raise ModelFileError(self._file, name, reason)
         if info.ggml_type not in _FORMATS:
-            known = ", ".join(kind.name for kind in _FORMATS.values())
+            known = ", ".join(_FORMATS.values())
             reason = f"ggml type {info.ggml_type} is not supported, only {known}"
             raise ModelFileError(self._file, name, reason)
-        kind = _FORMATS[info.ggml_type]
-        block, _ = GGML_QUANT_SIZES[kind]
-        if shape[-1] % block:
-            reason = f"rows of {shape[-1]} are no whole {kind.name} blocks of {block}"
+        if shape[-1] % info.block:
+            kind = _FORMATS[info.ggml_type]
+            reason = f"rows of {shape[-1]} are no whole {kind} blocks of {info.block}"
             raise ModelFileError(self._file, name, reason)
         self._unused.discard(name)
 
@@ -104,18 +99,25 @@ class _Tensors:
 
     def read(self, name: str, into: Tensor) -> None:
         info = self._infos[name]
-        kind = _FORMATS[info.ggml_type]
         rows = into if into.dim() > 1 else into[None]
         pieces = self._mapped.rows(info.offset, len(rows), info.num_bytes // len(rows))
         for which, raw in pieces:
-            # A damaged scale shows as NaN logits. For F32 a view of the file comes back, which is
-            # read-only: hence the copy.
-            with np.errstate(invalid="ignore", over="ignore"):
-                values = np.array(dequantize(raw, kind), dtype=np.float32)
-            rows[which].copy_(torch.from_numpy(values))
+            rows[which].copy_(torch.from_numpy(_values(raw, info.ggml_type)))
         turned = name.removesuffix(".weight").removesuffix(".bias").endswith(("attn_q", "attn_k"))
         if turned and self.head_dim:
             into.copy_(_half_rotation(into, self.head_dim))
+
+
+def _values(raw: NDArray[np.uint8], ggml_type: int) -> NDArray[np.float32]:
+    """Rows of a tensor in fp32, to be written to."""
+    if _FORMATS[ggml_type] == "F32":
+        return raw.view(np.float32).copy()
+    # 0.2 s, which a worker saves that finds its weights packed.
+    from gguf.constants import GGMLQuantizationType  # noqa: PLC0415
+    from gguf.quants import dequantize  # noqa: PLC0415
+
+    with np.errstate(invalid="ignore", over="ignore"):  # a damaged scale shows as NaN logits
+        return np.array(dequantize(raw, GGMLQuantizationType(ggml_type)), dtype=np.float32)
 
 
 def _half_rotation(weight: Tensor, head_dim: int) -> Tensor:
