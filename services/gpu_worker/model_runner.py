@@ -37,7 +37,7 @@ class RunnerSettings(TypedDict):
     """How to run a model; the fields of the worker's configuration that are the runner's."""
 
     dtype: str  # "fp32", "bf16" or "auto", see `compute_dtype`
-    quantize: str  # "none", "w8a8" or "auto", see `_int8`
+    quantize: str  # "none", "w8a8" or "auto", see `computes_int8`
     num_blocks: int | None  # of the KV pool; None = what fits kv_bytes_max
     kv_bytes_max: int
     max_model_len: int | None  # None = what the model was trained for, if the pool holds it
@@ -61,7 +61,7 @@ def load_runner(
     progress("reading metadata")
     files = read_model(path)
     progress("building kernels")
-    int8 = _int8(settings)
+    int8 = computes_int8(settings)
     precision = "int8" if int8 else str(dtype).removeprefix("torch.")
     progress(f"loading weights as {precision}")
     source = Source.of(path)
@@ -90,7 +90,7 @@ def load_runner(
     return DecoderRunner(model, spec)
 
 
-def _int8(settings: RunnerSettings) -> bool:
+def computes_int8(settings: RunnerSettings) -> bool:
     """Whether the compiled step computes. Raises `ValueError` where it was asked for in vain.
 
     "auto" is a rule, not a measurement, so that all workers of a pool agree: int8 where a dtype was

@@ -18,8 +18,8 @@ from kernels.cpu.library import cpu_flags
 from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.model_runner import (
     RunnerSettings,
-    _int8,
     compute_dtype,
+    computes_int8,
     load_runner,
 )
 from services.tokenizer.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def precisions() -> dict[str, list[tuple[str, str]]]:
     found: dict[str, list[tuple[str, str]]] = {"fp32": [], "bf16": [], "int8": []}
     for dtype, quantize in product(get_args(hints["dtype"]), get_args(hints["quantize"])):
         try:
-            int8 = _int8(settings(dtype, quantize, BLOCK_SIZE))
+            int8 = computes_int8(settings(dtype, quantize, BLOCK_SIZE))
         except ValueError as error:
             print(f"{dtype} + {quantize}: {error}", file=sys.stderr)
             continue

@@ -311,7 +311,7 @@ def test_int8_is_taken_by_rule(monkeypatch):
 
     def taken(dtype, quantize, flags):
         monkeypatch.setattr(model_runner, "cpu_flags", lambda: flags)
-        return model_runner._int8({"dtype": dtype, "quantize": quantize})
+        return model_runner.computes_int8({"dtype": dtype, "quantize": quantize})
 
     fast, slow = {b"avx512_vnni"}, {b"avx2"}
     assert taken("auto", "auto", fast)
@@ -326,7 +326,7 @@ def test_int8_is_taken_by_rule(monkeypatch):
 def test_without_a_compiler_torch_computes_unless_int8_was_asked_for(monkeypatch):
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     library.cache_clear()
-    assert not model_runner._int8({"dtype": "auto", "quantize": "auto"})
+    assert not model_runner.computes_int8({"dtype": "auto", "quantize": "auto"})
     with pytest.raises(ValueError, match="quantize: /nonexistent/c"):
-        model_runner._int8({"dtype": "auto", "quantize": "w8a8"})
+        model_runner.computes_int8({"dtype": "auto", "quantize": "w8a8"})
     library.cache_clear()
