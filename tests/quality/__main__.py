@@ -23,6 +23,7 @@ from services.gpu_worker.model_runner import (
     load_runner,
 )
 from services.tokenizer.tokenizer import Tokenizer
+from shared.gguf_file import ModelFileError
 from shared.kv import BLOCK_SIZE
 from shared.model_files import default_model, read_model
 from tests.golden.prompts import passages
@@ -74,6 +75,7 @@ def precisions() -> dict[str, list[tuple[str, str]]]:
 
 def measure(model: Path, text: str, context: int) -> list[Row]:
     """One row for each precision, fp32 first, and one for llama.cpp where it is at hand."""
+    program = llama_cpp.binary()  # first: what is missing is said before minutes have passed
     found = precisions()
     ids = Tokenizer(read_model(model)).encode(text)
     pieces = windows(ids, context)
@@ -87,7 +89,7 @@ def measure(model: Path, text: str, context: int) -> list[Row]:
         Row(name, told(pairs), summary.perplexity, summary)
         for (name, pairs), summary in zip(found.items(), summaries, strict=True)
     ]
-    if (program := llama_cpp.binary()) is not None and model.is_file():
+    if program is not None and model.is_file():
         print_progress(f"running {program}")
         count, perplexity = llama_cpp.perplexity(program, model, text, context)
         if count != len(pieces):
@@ -140,7 +142,7 @@ def main() -> None:
     model = options.model or default_model()
     try:
         rows = measure(model, "".join(passages()), options.context)
-    except ValueError as error:
+    except (ModelFileError, ValueError) as error:
         sys.exit(str(error))
     units = ", ".join(unit.decode() for unit in UNITS if unit in cpu_flags()) or "none of note"
     head = (
