@@ -103,38 +103,49 @@ struct Mask {
   int window;    // 0 = from the beginning
 };
 
+// Lane by lane, the largest score of pages [first, last); four at a time, as one waits for the last.
+inline Floats largest(const float* scores, int first, int last) {
+  Floats best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+  int page = first;
+  for (; page + 4 <= last; page += 4)
+    for (int i = 0; i < 4; i++) best[i] = max(best[i], load<Floats>(scores + (page + i) * PAGE));
+  for (; page < last; page++) best[0] = max(best[0], load<Floats>(scores + page * PAGE));
+  return max(max(best[0], best[1]), max(best[2], best[3]));
+}
+
 // One row of scores of pages [first, last) -> unnormalized weights in bf16; returns their sum.
 inline float softmax(float* scores, int first, int last, Mask mask, float cap, uint16_t* weights) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int begin = mask.window ? std::max(0, mask.position - mask.window + 1) : 0;
   const int whole = std::max(first, (begin + PAGE - 1) / PAGE);  // the first page seen in full,
   const int rest = std::max(whole, (mask.position + 1) / PAGE);  // and the first after them
-  auto seen = [&](int page) {
-    const Ints token = page * PAGE + lane;
-    return (token <= mask.position) & (token >= begin);
-  };
-  auto each = [&](auto work) {
-    for (int page = first; page < whole; page++) work(page, seen(page));
-    for (int page = whole; page < rest; page++) work(page, ~Ints{});
-    for (int page = rest; page < last; page++) work(page, seen(page));
-  };
-  Floats best = all(-INFINITY);
-  each([&](int page, Ints shown) {
-    Floats x = load<Floats>(scores + page * PAGE);
-    if (cap > 0.0f) {
-      x = cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f);  // cap * tanh(x / cap)
-      store(scores + page * PAGE, x);
+  auto each_partial = [&](auto work) {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int page = first; page < last; page++) {
+      if (page == whole) page = rest;
+      if (page == last) break;
+      const Ints token = page * PAGE + lane;
+      work(page, (token <= mask.position) & (token >= begin));
     }
-    best = max(best, shown ? x : all(-INFINITY));
+  };
+  if (cap > 0.0f)
+    for (int page = first; page < last; page++) {
+      const Floats x = load<Floats>(scores + page * PAGE);  // -> cap * tanh(x / cap)
+      store(scores + page * PAGE, cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f));
+    }
+  Floats best = largest(scores, whole, rest);
+  each_partial([&](int page, Ints seen) {
+    best = max(best, seen ? load<Floats>(scores + page * PAGE) : all(-INFINITY));
   });
-  const float top = max(best);
+  const float log2_e = 1.44269504f, top = max(best) * log2_e;
   Floats total = {};
-  each([&](int page, Ints shown) {
-    const Floats x = roughly_exp(load<Floats>(scores + page * PAGE) - top);
-    const Halves weight = to_bf16(shown ? x : Floats{});
-    store(weights + page * PAGE, weight);
-    total = total + from_bf16(weight);
-  });
+  auto weigh = [&](int page, Ints seen) {
+    const Floats x = fma(load<Floats>(scores + page * PAGE), all(log2_e), all(-top));
+    const Floats weight = seen ? roughly_exp2(x) : Floats{};
+    store(weights + page * PAGE, to_bf16(weight));
+    total = total + weight;
+  };
+  for (int page = whole; page < rest; page++) weigh(page, ~Ints{});
+  each_partial(weigh);
   return sum(total);
 }
 

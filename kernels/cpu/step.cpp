@@ -569,11 +569,11 @@ void shoal_linear(const Matrix* w, const float* x, int rows, float* y) {
 
 void shoal_attend(const AttentionTile* tile) { attend(*tile); }
 
-// x [count], a multiple of 16, in place; 0 = exp, 1 = sigmoid, 2 = roughly_exp.
+// x [count], a multiple of 16, in place; 0 = exp, 1 = sigmoid, 2 = roughly_exp2.
 void shoal_elementwise(int which, float* x, int count) {
   for (int i = 0; i < count; i += LANES) {
     const Floats v = load<Floats>(x + i);
-    store(x + i, which == 0 ? exp(v) : which == 1 ? sigmoid(v) : roughly_exp(v));
+    store(x + i, which == 0 ? exp(v) : which == 1 ? sigmoid(v) : roughly_exp2(v));
   }
 }
 

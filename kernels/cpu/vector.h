@@ -104,12 +104,12 @@ inline Floats exp(Floats x) {
   return p * power_of_two(biased);
 }
 
-// e^x for x <= 0, within 1.1e-4 of it where it is at least 2^-126, and 2^-126 below. A weight that
+// 2^x for x <= 0, within 1.1e-4 of it where it is at least 2^-126, and 2^-126 below. A weight that
 // is rounded to bf16, at 2e-3, needs no more.
-inline Floats roughly_exp(Floats x) {
-  const Floats t = max(all(-126.0f), x * 1.44269504f);
-  const Floats biased = t + MAGIC;
-  const Floats f = t - (biased - MAGIC);
+inline Floats roughly_exp2(Floats x) {
+  x = max(all(-126.0f), x);
+  const Floats biased = x + MAGIC;
+  const Floats f = x - (biased - MAGIC);
   Floats p = fma(f, all(0.05500893f), all(0.24221097f));  // of 2^f, |f| <= 1/2, exact at 0
   p = fma(p, f, all(0.69328293f));
   p = fma(p, f, all(1.0f));
