@@ -67,4 +67,4 @@ quality: install ## perplexity of each precision and its distance to fp32, llama
 	@$(VENV)/bin/python -m tests.quality $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)
-	rm -rf $(VENV) kernels/cpu/built *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) kernels/cpu/built .cache/packed *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
