@@ -232,7 +232,7 @@ class DecoderRunner:
         for start in range(wanted.start, wanted.stop, SCORE_TILE):
             stop = min(start + SCORE_TILE, wanted.stop)
             logits = self.model.logits([*range(offset + start, offset + stop)])
-            if not logits.sound.all():
+            if not all(logits.sound):
                 return Outcome(fault="nan_logits")
             ids = sequence.prompt_ids[start + 1 : stop + 1]
             scores += score(logits.values, ids, sequence.sampling.prompt_logprobs or 0)

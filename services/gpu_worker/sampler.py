@@ -49,8 +49,8 @@ class Sampler:
 
         Logprobs are of the model's own distribution, before masks, penalties and temperature.
         """
-        faults: list[Fault] = ["" if sound else "nan_logits" for sound in logits.sound.tolist()]
-        ids = logits.best.tolist()
+        faults: list[Fault] = ["" if sound else "nan_logits" for sound in logits.sound]
+        ids = [*logits.best]
         shaped: dict[int, Tensor] = {}
         drawn, told = [], []
         for row, sequence in enumerate(sequences):
@@ -59,7 +59,8 @@ class Sampler:
             if _has_shape(sequence):
                 shaped[row] = logits.values[row].clone()
                 self._shape(shaped[row], sequence)
-                top, ids[row] = (found.item() for found in shaped[row].max(-1))
+                top, place = shaped[row].max(-1)
+                ids[row] = int(place)
                 if top == -math.inf and not faults[row]:
                     faults[row] = "no_id_left"
             if sequence.sampling.temperature > 0 and not faults[row]:

@@ -264,6 +264,6 @@ def test_a_row_that_asks_for_no_more_than_the_best_id_reads_nothing_else(params,
     sequence = leg(output=output, **{"temperature": 0, **params})
     assert reads(sequence) == read
     if not read:
-        bare = Logits(torch.empty(2, 0), torch.tensor([4, 6]), torch.tensor([True, False]))
+        bare = Logits(torch.empty(2, 0), [4, 6], [True, False])
         found = Sampler(frozenset({END})).sample(bare, [sequence, sequence])
         assert found == [Outcome(4), Outcome(fault="nan_logits")]
