@@ -243,6 +243,7 @@ def mapped_kb(pid, file, field):
     return total
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # they use no lock of a thread
 def test_workers_that_start_together_pack_once_and_share_one_copy(tmp_path, model):
     """Each has all of it resident; together they hold little more than one copy."""
     folder = tmp_path / "cache"
