@@ -30,7 +30,8 @@ inline void dot(Floats& sum, const uint16_t* two_by_lane, uint32_t pair) {
 #else
   const Ints lanes = load<Ints>(two_by_lane);
   const float low = from_bf16(uint16_t(pair)), high = from_bf16(uint16_t(pair >> 16));
-  sum = sum + (as_floats(lanes & int32_t(0xffff0000)) * high + as_floats(lanes << 16) * low);
+  sum = fma(as_floats(lanes << 16), all(low), sum);
+  sum = fma(as_floats(lanes & int32_t(0xffff0000)), all(high), sum);
 #endif
 }
 
@@ -103,7 +104,8 @@ struct Mask {
   int window;    // 0 = from the beginning
 };
 
-// Lane by lane, the largest score of pages [first, last); four at a time, as one waits for the last.
+// Lane by lane, the largest score of pages [first, last); four at a time, as each waits for the
+// one before.
 inline Floats largest(const float* scores, int first, int last) {
   Floats best[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
   int page = first;
@@ -159,23 +161,14 @@ struct alignas(64) AttentionShape {
 
   void set(int t, int tile_rows, int tile_bytes) { rows[t] = tile_rows, bytes[t] = tile_bytes; }
 
-  explicit AttentionShape(int count) {  // up to 16 rows
-    for (int t = 0; t < 4; t++) set(t, count, 64);  // sums
-    set(4, count, 64);     // queries: 32 dims
-    set(5, 16, 64);        // keys: 16 pairs of dims
-    set(6, count, 32);     // weights: 16 tokens
-    set(7, PAGE / 2, 64);  // values: 8 pairs of tokens
-  }
-
-  // Sixteen rows and `more`, times 32 dims of keys or 16 tokens of values.
-  static AttentionShape of_two(int more, bool keys) {
-    AttentionShape shape(16);
-    shape.set(2, more, 64);
-    shape.set(3, more, 64);
-    shape.set(4, 16, keys ? 64 : 32);
-    shape.set(5, more, keys ? 64 : 32);
-    for (int t = 6; t < 8; t++) shape.set(t, keys ? 16 : PAGE / 2, 64);
-    return shape;
+  // Of up to 32 rows, times 32 dims of keys or 16 tokens of values.
+  AttentionShape(int count, bool keys) {
+    const int low = std::min(16, count), high = count - low;
+    const int operand = keys ? 64 : 32, shared = keys ? 16 : PAGE / 2;
+    for (int t = 0; t < 4; t++) set(t, high && t > 1 ? high : low, 64);  // sums
+    set(4, low, operand);  // queries or weights
+    set(5, high ? high : shared, high ? operand : 64);
+    for (int t = 6; t < 8; t++) set(t, shared, 64);
   }
 };
 
@@ -224,20 +217,20 @@ inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* w
     for (int page = first; page < last; page++) {
       const uint16_t* values = kv.values(page) + 2 * dim;
       const int stride = kv.dims * 4;
-      _tile_loadd(6, weights + page * PAGE, weight_stride * 2);
-      _tile_loadd(7, values, stride);
-      _tile_dpbf16ps(0, 6, 7);
+      _tile_loadd(4, weights + page * PAGE, weight_stride * 2);
+      _tile_loadd(5, values, stride);
+      _tile_dpbf16ps(0, 4, 5);
       if (tiles > 1) {
-        _tile_loadd(7, values + 2 * LANES, stride);
-        _tile_dpbf16ps(1, 6, 7);
+        _tile_loadd(5, values + 2 * LANES, stride);
+        _tile_dpbf16ps(1, 4, 5);
       }
       if (tiles > 2) {
-        _tile_loadd(7, values + 4 * LANES, stride);
-        _tile_dpbf16ps(2, 6, 7);
+        _tile_loadd(5, values + 4 * LANES, stride);
+        _tile_dpbf16ps(2, 4, 5);
       }
       if (tiles > 3) {
-        _tile_loadd(7, values + 6 * LANES, stride);
-        _tile_dpbf16ps(3, 6, 7);
+        _tile_loadd(5, values + 6 * LANES, stride);
+        _tile_dpbf16ps(3, 4, 5);
       }
     }
     _tile_stored(0, out + dim, out_stride * 4);
@@ -248,8 +241,8 @@ inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* w
 }
 
 // The same for 17 to 32 rows: each load serves two products, whose numbers are those of above.
-inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* queries, float* scores,
-                      size_t score_stride) {
+inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* queries,
+                      float* scores, size_t score_stride) {
   const int stride = kv.dims * 2;
   for (int page = first; page < last; page += 2) {
     const uint16_t *left = kv.keys(page), *right = kv.keys(std::min(page + 1, last - 1));
@@ -371,7 +364,7 @@ inline void attend(const AttentionTile& t) {
 #ifdef __AMX_BF16__
   for (int row = 0; row < t.rows; row += 32) {
     const int rows = std::min(32, t.rows - row);
-    const AttentionShape shape = rows > 16 ? AttentionShape::of_two(rows - 16, true) : AttentionShape(rows);
+    const AttentionShape shape(rows, true);
     _tile_loadconfig(&shape);
     (rows > 16 ? score_two : score_rows)(t.kv, first, last, t.queries + row * t.kv.dims,
                                          t.scores + row * stride, stride);
@@ -387,7 +380,7 @@ inline void attend(const AttentionTile& t) {
 #ifdef __AMX_BF16__
   for (int row = 0; row < t.rows; row += 32) {
     const int rows = std::min(32, t.rows - row);
-    const AttentionShape shape = rows > 16 ? AttentionShape::of_two(rows - 16, false) : AttentionShape(rows);
+    const AttentionShape shape(rows, false);
     _tile_loadconfig(&shape);
     (rows > 16 ? mix_two : mix_rows)(t.kv, first, last, t.weights + row * stride, stride,
                                      t.out + row * t.out_stride, t.out_stride);

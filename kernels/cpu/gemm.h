@@ -114,8 +114,9 @@ inline void multiply(const Matrix& w, int panel, const int8_t* x, size_t stride,
   const int8_t* weights = w.weights + panel * panel_bytes;
   const int end = begin + w.group;
 #ifdef __AVX512VNNI__
-  // The instruction takes the activations unsigned, so they are 128 too high, and the sums begin with
-  // what that adds. Assembly, because gcc 12 copies the sums around when it meets the intrinsic.
+  // The instruction takes the activations unsigned, so they are 128 too high, and the sums begin
+  // below zero by what that adds. Assembly, because gcc 12 copies the sums around when it meets the
+  // intrinsic.
   const int32_t* offsets = w.offsets + size_t(begin / w.group) * w.out + panel * PANEL;
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) sums[r][p] = -load<Ints>(offsets + p * PANEL);
@@ -192,8 +193,8 @@ inline void rows_by_tile(const Matrix& w, int panel, const Activations& x, int b
 }
 
 #ifdef __AMX_INT8__
-// The matrix unit multiplies 16 rows by a panel, 64 inputs at a time. Rows past the end are computed
-// and not stored.
+// The matrix unit multiplies 16 rows by a panel, 64 inputs at a time. Rows past the end are
+// computed and not stored.
 struct alignas(64) TileShape {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t bytes[16] = {};
@@ -207,8 +208,8 @@ struct alignas(64) TileShape {
 constexpr int AT_ONCE = 4;  // groups whose sums wait, so that totals stay in registers
 
 // sums[panel][row] of up to 32 rows by two panels, over one group: each load serves two products.
-inline void amx_sums(const Matrix& w, int panel, const int8_t* x, size_t stride, int rows, int begin,
-                     int32_t (*sums)[32][PANEL]) {
+inline void amx_sums(const Matrix& w, int panel, const int8_t* x, size_t stride, int rows,
+                     int begin, int32_t (*sums)[32][PANEL]) {
   const int8_t* high = x + 16 * stride;
   const int8_t* left = w.weights + size_t(panel) * w.in * PANEL;
   const int8_t* right = left + size_t(w.in) * PANEL;

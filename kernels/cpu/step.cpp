@@ -173,7 +173,8 @@ class Decoder {
     const Step& s = *step_;
     const size_t rows = room_for_rows(s.rows);
     hidden_.room(rows * hidden_stride());
-    wide_.room(rows * apart<float>(std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded})));
+    const int widest_output = std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded});
+    wide_.room(rows * apart<float>(widest_output));
     queries_.room(rows * m_.heads * m_.dims_padded);
     attended_.room(rows * m_.heads * m_.dims_padded);
     places_.resize(s.rows);
@@ -562,7 +563,8 @@ void shoal_linear(const Matrix* w, const float* x, int rows, float* y) {
   const size_t stride = apart<int8_t>(w->in);
   const Activations a = {bytes.room(room * stride), scales.room(room * groups), stride, groups};
   for (int row = 0; row < rows; row++)
-    quantize(x + size_t(row) * w->in, w->in, w->in, w->group, a.bytes + row * stride, a.scales + row * groups);
+    quantize(x + size_t(row) * w->in, w->in, w->in, w->group, a.bytes + row * stride,
+             a.scales + row * groups);
   for (int part = 0; part < parts(*w); part++)
     product(*w, part * PART, a, rows, {y, size_t(w->out), false});
 }

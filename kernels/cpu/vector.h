@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -18,8 +18,8 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));  // bf16 of sixteen lanes
 
-// How far apart rows of `count` numbers lie: an odd number of cache lines. Rows a power of two apart
-// would all fall into the same few places of the cache.
+// How far apart rows of `count` numbers lie: an odd number of cache lines. Rows a power of two
+// apart would all fall into the same few places of the cache.
 template <class T>
 constexpr size_t apart(size_t count) {
   const size_t line = 64 / sizeof(T);
@@ -54,6 +54,11 @@ inline Floats abs(Floats x) { return as_floats(as_ints(x) & 0x7fffffff); }
 inline Floats fma(Floats a, Floats b, Floats c) {
 #ifdef __AVX512F__
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  __m256 half[2];
+  const auto *x = (const __m256*)&a, *y = (const __m256*)&b, *z = (const __m256*)&c;
+  for (int i = 0; i < 2; i++) half[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+  return load<Floats>(half);
 #else
   Floats y;
   for (int i = 0; i < LANES; i++) y[i] = __builtin_fmaf(a[i], b[i], c[i]);
