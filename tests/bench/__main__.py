@@ -7,9 +7,11 @@ beginning with another one. Peers that were started here stand still while anoth
 import argparse
 import contextlib
 import datetime
+import math
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +38,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--base-url", help="measure what runs there instead of a mesh of its own")
     parser.add_argument("--peers", default="", help="NAME=URL or NAME=COMMAND with {port}; by ';'")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after")
     parser.add_argument("--only", default="", help=f"of {', '.join(names)}; by ','")
     parser.add_argument("--seed", default="1", help="of prompts and arrivals")
     parser.add_argument("--profile", action="store_true", help="where our own time goes")
@@ -89,11 +92,14 @@ class Run:
 
     async def all(self) -> None:
         """Warm up, then measure; prints as it goes."""
+        until = time.monotonic() + 60 * self._args.minutes
         for server in self.results.servers:
             with only(server, self.results.servers):
                 await WARM_UP(Task(server, f"{self._args.seed} warm", 0.0))
         for number in range(self._args.rounds):
             for workload in self.results.workloads:
+                if time.monotonic() > until:
+                    return
                 for server in self._turns(number):
                     await self._measure(workload, server, number)
 
@@ -141,7 +147,7 @@ def main() -> None:
                 uvloop.run(run.all())
         except ServerFailed as error:
             sys.exit(str(error))
-    text = document.page(run.results, args.rounds, datetime.datetime.now(datetime.UTC))
+    text = document.page(run.results, datetime.datetime.now(datetime.UTC))
     print(text)
     if args.write:
         DOCUMENT.write_text(text)

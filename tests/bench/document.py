@@ -10,25 +10,28 @@ from tests.bench.report import Results
 FOLDER = Path(__file__).parent
 
 
-def page(results: Results, rounds: int, now: datetime.datetime) -> str:
+def page(results: Results, now: datetime.datetime) -> str:
     """The whole page."""
     parts = [
         (FOLDER / "benchmarks.md").read_text(),
-        _what_ran(results, rounds, now),
+        _what_ran(results, now),
         report.conditions(results),
     ]
     for workload in results.workloads:
         parts += [f"\n## {workload.title}\n", report.table(results, workload)]
     if results.profiles:
-        parts += [(FOLDER / "profile.md").read_text(), report.profile_table(results.profiles)]
+        parts += [
+            "\n" + (FOLDER / "profile.md").read_text(),
+            report.profile_table(results.profiles),
+        ]
     return "\n".join(parts) + "\n"
 
 
-def _what_ran(results: Results, rounds: int, now: datetime.datetime) -> str:
+def _what_ran(results: Results, now: datetime.datetime) -> str:
     servers = [[s.name, s.version, f"`{s.how}`"] for s in results.servers]
     return "\n".join(
         [
-            f"**Run** of {now:%Y-%m-%d %H:%M} UTC, {rounds} rounds, on {described()}.\n",
+            f"**Run** of {now:%Y-%m-%d %H:%M} UTC, on {described()}.\n",
             report.markdown(["server", "version", "started as"], servers) + "\n",
         ]
     )

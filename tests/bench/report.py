@@ -1,6 +1,7 @@
 """What a run adds up to, as text that is also markdown."""
 
 import math
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ UNITS = {
     "long_ttft_ms": "TTFT of the long one, ms",
 }
 MORE_IS_BETTER = {"tok_s", "prompt_tok_s", "requests_s"}
+QUIET_CORES = 0.2  # of other work, in the median
 NOT_COMPARED = {"cached_percent"}  # servers count it differently, or not at all
 
 
@@ -153,6 +155,19 @@ def conditions(results: Results) -> str:
             low, high = min(numbers), max(numbers)
             rows.append([what, shown(statistics.median(numbers)), f"{shown(low)}-{shown(high)}"])
     return markdown(["before or during each measurement", "median", "range"], rows)
+
+
+def warning(results: Results) -> str:
+    """Nothing on a quiet machine."""
+    others = [m.cores["others"] for m in results.all if not math.isnan(m.cores["others"])]
+    if not others or statistics.median(others) < QUIET_CORES:
+        return ""
+    return (
+        f"\n**This machine was not quiet**: other work took {shown(statistics.median(others))}"
+        f" of its {os.cpu_count()} processors. Values are far from what it can do, and threads"
+        " that wait for each other lose most; read the factors, with their spread, and measure"
+        " again.\n"
+    )
 
 
 def profile_table(profiles: dict[str, list[Profile]]) -> str:
