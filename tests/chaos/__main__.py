@@ -14,7 +14,7 @@ import uvloop
 
 from tests.chaos import report
 from tests.chaos.runner import FULL, REAL_MODEL, Campaign, Round, unhealthy
-from tests.chaos.saturation import saturate
+from tests.chaos.saturation import FULL_SOON, saturate
 from tests.chaos.site import REAL, SIMULATED, Site
 from tests.chaos.table import Experiment, main_rows, table
 
@@ -126,7 +126,7 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     started = time.monotonic()
     if args.saturate:
-        site = Site(args.run_dir.absolute() / "mesh", *OPTIONS[args.engine])
+        site = Site(args.run_dir.absolute() / "mesh", *OPTIONS[args.engine], *FULL_SOON)
         return int(not asyncio.run(saturate(site, args.minutes or SATURATE_MINUTES, seed)))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         rounds = runner.run(run(args, chosen, seed))

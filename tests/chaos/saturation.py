@@ -15,7 +15,7 @@ from tests.chaos.asks import sentence
 from tests.chaos.site import Site
 
 CLIENTS = 96
-QUEUE = 16  # legs that the scheduler keeps waiting; more are refused
+FULL_SOON = ("scheduler.queued_legs_max=16",)  # settings of the mesh: more are refused
 LONG_SHARE = 0.5
 LONG_WORDS = 4_600  # 6,000 tokens of the default model
 SHORT_WORDS = 40
@@ -31,7 +31,7 @@ ALARMS = {
 
 async def saturate(site: Site, minutes: float, seed: int) -> bool:
     """Print what was asked and which alarms were raised. Whether there were none, nobody failed,
-    and the mesh was full indeed: some were refused.
+    and the mesh was full indeed: some were refused. `site` has the settings `FULL_SOON`.
     """
     async with site:
         before = await alarms(site)
