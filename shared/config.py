@@ -15,6 +15,9 @@ Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 """Bounds of settings, checked by `settings`."""
 
+STEP_THREADS = "SHOAL_STEP_THREADS"
+"""In the environment of a worker: threads of its compiled step, its share of the host's CPUs."""
+
 
 class Launch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Written by the supervisor (0600) for each start of a process; read once by `shoal run`."""

@@ -40,7 +40,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     dtype: Literal["auto", "fp32", "bf16"] = "auto"  # auto = bf16 where it is fast
     quantize: Literal["auto", "none", "w8a8"] = "auto"  # auto = int8 where it is fast, but not
     # where `dtype` asks for another precision
-    num_threads: Natural = 0  # of the engine's kernels; 0 = one per CPU this process may use
+    num_threads: Natural = 0  # of the engine's kernels; 0 = its share of the CPUs
     num_blocks: Count | None = None  # None = as many as fit in `kv_bytes_max`
     kv_bytes_max: Count = 1 << 30  # bytes of KV memory; 1 GiB holds 45 Ki ids of the default model
     packed_dir: str = ""  # int8 weights ready to map; "" = .cache/packed of the checkout

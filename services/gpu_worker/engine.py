@@ -27,6 +27,7 @@ from services.gpu_worker.frames import FrameReader, Kind, parse_command, publica
 from services.gpu_worker.runner import ModelRunner
 from services.gpu_worker.simulated import SimulatedRunner, readable_words
 from services.gpu_worker.status_page import StatusPage
+from shared.config import STEP_THREADS
 from shared.log import Throttle, configure, log
 from shared.messages import ToWorker, encode
 from shared.model_files import ModelFileError, read_model
@@ -223,7 +224,8 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
             num_blocks=config.num_blocks,
             kv_bytes_max=config.kv_bytes_max,
             max_model_len=config.max_model_len,
-            num_threads=config.num_threads or _default_threads(),
+            num_threads=config.num_threads or _threads("OMP_NUM_THREADS"),
+            step_threads=config.num_threads or _threads(STEP_THREADS),
             progress=progress,
             cache=PackedCache(folder, config.packed_bytes_max),
         )
@@ -248,9 +250,9 @@ def _simulated(launch: EngineLaunch) -> SimulatedRunner:
     )
 
 
-def _default_threads() -> int:
+def _threads(variable: str) -> int:
     """What the supervisor shared out among the workers of this host, else all CPUs but one."""
-    return int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, len(os.sched_getaffinity(0)) - 1)
+    return int(os.environ.get(variable, "0")) or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _die_with(parent_pid: int) -> None:

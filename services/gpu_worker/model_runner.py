@@ -41,7 +41,8 @@ class RunnerSettings(TypedDict):
     num_blocks: int | None  # of the KV pool; None = what fits kv_bytes_max
     kv_bytes_max: int
     max_model_len: int | None  # None = what the model was trained for, if the pool holds it
-    num_threads: int  # of the whole process
+    num_threads: int  # of torch
+    step_threads: int  # of the compiled step
 
 
 def load_runner(
@@ -82,7 +83,7 @@ def load_runner(
     if int8:
         arrays = cache.load(source, lambda: pack_weights(config, weights))
         decoder = FusedDecoder(
-            config, arrays, spec.max_model_len, num_blocks, settings["num_threads"]
+            config, arrays, spec.max_model_len, num_blocks, settings["step_threads"]
         )
         model = FusedModel(decoder)
     else:

@@ -13,7 +13,7 @@ from deploy.launch import Launcher, environment, new_secret
 from deploy.model import Model
 from deploy.run_dir import RunDir, disk_error
 from deploy.servers import Server
-from shared.config import read_launch
+from shared.config import STEP_THREADS, read_launch
 
 
 def launcher(run_dir: RunDir, *overrides: str) -> Launcher:
@@ -72,6 +72,18 @@ def test_engines_share_the_cpus_with_as_many_as_there_are_at_their_start(
         starts = [spec.command("gpu_worker-0-abc123", 9) for _ in range(2)]
 
     assert [start.env["OMP_NUM_THREADS"] for start in starts] == ["12", "4"]
+    assert [start.env[STEP_THREADS] for start in starts] == ["12", "4"]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "engines", "threads"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 1, 2), (8, 2, 3)]
+)
+def test_a_compiled_step_leaves_a_cpu_where_there_are_many(
+    cpus: int, engines: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two it takes both."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(cpus))
+    assert environment("gpu_worker", engines)[STEP_THREADS] == str(threads)
 
 
 def test_services_can_be_sent_through_proxies(tmp_path: Path) -> None:

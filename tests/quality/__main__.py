@@ -52,6 +52,7 @@ def settings(dtype: str, quantize: str, context: int) -> RunnerSettings:
         kv_bytes_max=0,
         max_model_len=context,
         num_threads=1,  # bf16's sums depend on their number
+        step_threads=1,
     )
 
 

@@ -143,6 +143,7 @@ def runner():
         kv_bytes_max=0,
         max_model_len=2100,
         num_threads=1,
+        step_threads=1,
     )
 
 

@@ -41,6 +41,7 @@ def load(dtype="fp32", **changes):
         "kv_bytes_max": 0,
         "max_model_len": None,
         "num_threads": 1,
+        "step_threads": 1,
         "progress": [].append,
     }
     return load_runner(default_model(), **(settings | changes))

@@ -34,6 +34,7 @@ def test_perplexity_is_that_of_transformers(quantize, texts, off_max):
         kv_bytes_max=0,
         max_model_len=2240,
         num_threads=1,
+        step_threads=1,
     )
     core = Core(runner, batch=1, chunk=256)
     loss = expected = count = 0.0
