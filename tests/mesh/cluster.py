@@ -141,12 +141,6 @@ class Mesh:
                 values[name] = values.get(name, 0.0) + float(value)
         return values
 
-    async def counted(self, name: str, within_s: float = 15.0) -> None:
-        """Wait until the counter `name` of `/metrics` is above zero."""
-        async with asyncio.timeout(within_s):
-            while not (await self.metrics()).get(name):
-                await asyncio.sleep(0.05)
-
     async def quiet(self, within_s: float = 15.0) -> None:
         """Wait until nothing runs or waits and all KV blocks are free or evictable."""
         seen: dict[str, float] = {}

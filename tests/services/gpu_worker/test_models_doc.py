@@ -94,7 +94,7 @@ def page(passed):
         ]
         cells = ["yes" if cell else "not tested" for cell in proven]
         lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    formats = ", ".join(kind.name for kind in _FORMATS.values())
+    formats = ", ".join(_FORMATS.values())
     words = ", ".join(f"`{name}`" for name in ("gpt-2", "smollm", *_WORDS))
     return HEAD + "\n".join(lines) + "\n" + TAIL.format(formats=formats, words=words)
 
