@@ -178,10 +178,7 @@ inline void score_rows(const HeadPages& kv, int first, int last, const uint16_t*
   for (int page = first; page < last; page += 4) {
     const int pages = std::min(4, last - page);
     float* to = scores + page * PAGE;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int dim = 0; dim < kv.dims; dim += 32) {
       _tile_loadd(4, queries + dim, kv.dims * 2);
       _tile_loadd(5, kv.keys(page) + dim * PAGE, 64);
@@ -210,10 +207,7 @@ inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* w
                      size_t weight_stride, float* out, int out_stride) {
   for (int dim = 0; dim < kv.dims; dim += 4 * LANES) {
     const int tiles = std::min(4, (kv.dims - dim) / LANES);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int page = first; page < last; page++) {
       const uint16_t* values = kv.values(page) + 2 * dim;
       const int stride = kv.dims * 4;
@@ -246,10 +240,7 @@ inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* 
   const int stride = kv.dims * 2;
   for (int page = first; page < last; page += 2) {
     const uint16_t *left = kv.keys(page), *right = kv.keys(std::min(page + 1, last - 1));
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int dim = 0; dim < kv.dims; dim += 32) {
       _tile_loadd(4, queries + dim, stride);
       _tile_loadd(6, left + dim * PAGE, 64);
@@ -272,10 +263,7 @@ inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* 
 inline void mix_two(const HeadPages& kv, int first, int last, const uint16_t* weights,
                     size_t weight_stride, float* out, int out_stride) {
   for (int dim = 0; dim < kv.dims; dim += 2 * LANES) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    zero_sums();
     for (int page = first; page < last; page++) {
       const uint16_t* values = kv.values(page) + 2 * dim;
       const uint16_t* low = weights + page * PAGE;

@@ -213,10 +213,7 @@ inline void amx_sums(const Matrix& w, int panel, const int8_t* x, size_t stride,
   const int8_t* high = x + 16 * stride;
   const int8_t* left = w.weights + size_t(panel) * w.in * PANEL;
   const int8_t* right = left + size_t(w.in) * PANEL;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  zero_sums();
   for (int k = begin; k < begin + w.group; k += K_STEP) {
     _tile_loadd(4, x + k, stride);
     _tile_loadd(6, left + k * PANEL, 64);

@@ -144,4 +144,14 @@ inline float from_bf16(uint16_t x) {
   return value;
 }
 
+#ifdef __AMX_TILE__
+// The four tiles in which every product of the matrix unit gathers; a tile's number is a constant.
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+#endif
+
 }  // namespace shoal

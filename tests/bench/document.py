@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.bench import report
 from tests.bench.machine import described
 from tests.bench.report import Results
+from tests.tables import markdown
 
 FOLDER = Path(__file__).parent
 
@@ -32,6 +33,6 @@ def _what_ran(results: Results, now: datetime.datetime) -> str:
     return "\n".join(
         [
             f"**Run** of {now:%Y-%m-%d %H:%M} UTC, on {described()}.\n",
-            report.markdown(["server", "version", "started as"], servers) + "\n",
+            markdown(["server", "version", "started as"], servers) + "\n",
         ]
     )

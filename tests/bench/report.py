@@ -3,7 +3,7 @@
 import math
 import os
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from tests.bench.profiling import Profile
 from tests.bench.servers import Server
 from tests.bench.stats import Spread, advantage, spread
 from tests.bench.workloads import Metrics, Workload
+from tests.tables import markdown
 
 UNITS = {
     "tok_s": "output tok/s",
@@ -55,14 +56,6 @@ class Results:
     @property
     def all(self) -> list[Measured]:
         return [one for rounds in self.rounds.values() for one in rounds]
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that reads well as text, too."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    padded = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return "\n".join([padded[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *padded[1:]])
 
 
 def shown(value: float) -> str:

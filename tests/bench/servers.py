@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy import control
+from deploy.servers import free_port
 from tests.mesh.cluster import Mesh
 
 READY_TIMEOUT_S = 900.0  # a peer may compile first
@@ -74,7 +74,7 @@ def peer(name: str, what: str, folder: Path) -> Iterator[Server]:
         url = what.rstrip("/").removesuffix("/v1")
         yield described_at(name, url, url)
         return
-    port = _free_port()
+    port = free_port()
     log = folder / f"{name}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -134,13 +134,6 @@ def _git() -> str:
         check=False,
     )
     return told.stdout.strip() or "-"
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def _wait_ready(name: str, url: str, process: subprocess.Popen[bytes], log: Path) -> None:

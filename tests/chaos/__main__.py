@@ -132,7 +132,7 @@ def main() -> int:
         rounds = runner.run(run(args, chosen, seed))
     rows = report.rows(rounds)
     minutes = (time.monotonic() - started) / 60
-    print(f"\n{report.markdown(rows)}\n\nSEED={seed}, {minutes:.1f} minutes")
+    print(f"\n{report.shown_as_table(rows)}\n\nSEED={seed}, {minutes:.1f} minutes")
     if args.write:
         DOCUMENTS[args.engine].write_text(report.document(rows, seed, args.engine, minutes))
     return int(any(row.failed for row in rows))

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tests.chaos.checker import Verdict
 from tests.chaos.runner import Round
 from tests.chaos.table import Experiment
+from tests.tables import markdown
 
 DIFFERENT = ("different", "foreign", "skipped", "truncated", "finish", "usage", "uncompared",
              "unrefused", "after_end", "stray")  # fmt: skip
@@ -113,13 +114,9 @@ def shown(gaps_s: list[float], share: float) -> str:
     return f"{quantile(gaps_s, share):.2f}" if gaps_s else "-"
 
 
-def markdown(table: list[Row]) -> str:
-    """A table that reads well as text, too."""
-    lines = [HEAD, *(row.cells() for row in table)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    padded = ["| " + " | ".join(map(str.ljust, line, widths)).rstrip() + " |" for line in lines]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([padded[0], rule, *padded[1:]])
+def shown_as_table(table: list[Row]) -> str:
+    """Of all rows."""
+    return markdown(HEAD, (row.cells() for row in table))
 
 
 def violations(one: Round, most: int = 5) -> list[str]:
@@ -143,5 +140,5 @@ def document(table: list[Row], seed: int, engine: str, minutes: float) -> str:
         rounds=sum(len(row.rounds) for row in table),
         cpus=os.cpu_count(),
         load=f"{os.getloadavg()[2]:.0f}",
-        table=markdown(table),
+        table=shown_as_table(table),
     )

@@ -136,10 +136,7 @@ class Site:
 
     async def outsider(self) -> NatsBus:
         """The bus as other systems have it."""
-        access = msgspec.json.decode((self.run_dir / "public.json").read_bytes())
-        return await NatsBus.connect(
-            access["url"], access["user"], access["password"], name="kit-outsider"
-        )
+        return await self.mesh.outside_bus()
 
     def redis_url(self) -> str:
         """The Redis server itself, past the proxy, with its password."""

@@ -14,6 +14,8 @@ import aiohttp
 import nats
 import openai
 
+from shared.nats_bus import NatsBus
+
 START_S = 180.0
 
 
@@ -82,6 +84,13 @@ class Mesh:
         launch = json.loads((self.run_dir / "launch" / "gateway-0.json").read_text())
         return await nats.connect(
             launch["nats_url"], user=launch["nats_user"], password=launch["nats_password"]
+        )
+
+    async def outside_bus(self) -> NatsBus:
+        """The bus as our client library has it in other systems."""
+        access = json.loads((self.run_dir / "public.json").read_text())
+        return await NatsBus.connect(
+            access["url"], access["user"], access["password"], name="outside"
         )
 
     async def outsider(self) -> nats.NATS:

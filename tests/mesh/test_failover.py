@@ -1,7 +1,6 @@
 """Take any one process away and the answer goes on."""
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -9,8 +8,8 @@ import signal
 import openai
 
 from shared.client import Client
-from shared.nats_bus import NatsBus
 from tests.mesh.cluster import Mesh
+from tests.mesh.test_observability import stats, sums
 
 BUS_STREAMS = 16
 SEED = int(os.environ.get("SEED", "1"))
@@ -113,7 +112,9 @@ async def test_a_worker_that_wakes_finds_its_streams_elsewhere(sim_mesh: Mesh) -
             os.killpg(sleeper["pid"], signal.SIGCONT)
         assert await asyncio.gather(*streams) == calm
     assert sim_mesh.restarts() == 0
-    assert await late_tokens(sim_mesh) > 0
+    told = await stats(sim_mesh)
+    # Dropped by a detokenizer that knows of the others, or by the session itself.
+    assert sums(told, "detokenizer", "late") + sums(told, "gateway", "dropped_text") > 0
     await sim_mesh.quiet()
 
 
@@ -124,23 +125,9 @@ async def load_of(mesh: Mesh, name: str) -> int:
     return load
 
 
-async def late_tokens(mesh: Mesh) -> int:
-    """What came of legs that others run by now: dropped by a detokenizer that knows of it, or by
-    the session itself.
-    """
-    client = await mesh.insider()
-    count = 0
-    for role, name in (("detokenizer", "late"), ("gateway", "dropped_text")):
-        reply = await client.request(f"$SRV.STATS.shoal-{role}", b"", timeout=10)
-        count += json.loads(reply.data)["endpoints"][0]["data"].get(name, 0)
-    await client.close()
-    return count
-
-
 async def test_streams_on_the_bus_outlive_the_bus(sim_mesh: Mesh) -> None:
     """NATS is killed and comes back under 16 streams over it: each has its whole text, once."""
-    access = json.loads((sim_mesh.run_dir / "public.json").read_bytes())
-    bus = await NatsBus.connect(access["url"], access["user"], access["password"], name="test")
+    bus = await sim_mesh.outside_bus()
     under_way = asyncio.Semaphore(0)
 
     async def one(number: int) -> str:

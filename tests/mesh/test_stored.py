@@ -29,8 +29,7 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 @pytest.fixture
 async def outside(mesh: Mesh) -> AsyncIterator[Client]:
-    access = json.loads((mesh.run_dir / "public.json").read_text())
-    bus = await NatsBus.connect(access["url"], access["user"], access["password"], name="outside")
+    bus = await mesh.outside_bus()
     yield Client(bus, model=mesh.model)
     await bus.close()
 
