@@ -8,6 +8,7 @@ from shared.ids import pack_ids
 
 BLOCK_SIZE = 16  # tokens per block; one AVX512 register of scores
 HASH_SIZE = 16  # bytes
+SHORT_SIZE = 8  # bytes of a hash by which a scheduler knows a block; a clash costs a bad guess
 
 BlockHash = bytes
 

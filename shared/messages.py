@@ -428,6 +428,8 @@ class Beat(Message, frozen=True, kw_only=True):
     prefill_tokens_waiting: int = 0
     step_tokens: int = 0  # prefill budget of one step
     engine_seconds: dict[str, float] = {}  # of a worker, once a second: by phase since its start
+    host: str = ""  # of a kv_tier: `shared.slots.host`; only workers there can lend it memory
+    pid: int = 0  # of a kv_tier: its end frees what it was lent
 
 
 class Beacon(Message, frozen=True, kw_only=True):
@@ -459,31 +461,109 @@ class Died(Message, frozen=True, kw_only=True):
 # --- worker <-> kv_tier ------------------------------------------------------------------------
 
 
-class LookupBlocks(Message, frozen=True, kw_only=True):
-    """worker -> kv_tier: how many of these blocks, from the first, are in L2? Answered
-    each time.
+class Lent(Struct, frozen=True, array_like=True, gc=False):
+    """Memory of a worker's engine that a kv_tier of the same host may use slot by slot
+    (`shared.slots`).
     """
 
-    lookup_id: int
+    pid: int
+    fd: int
+    num_slots: int
+    slot_bytes: int  # of payload: one KV block
+
+
+class LookupBlocks(Message, frozen=True, kw_only=True):
+    """worker -> kv_tier: how many of these blocks, from the first, are in L2? And if at least
+    `min_blocks` are, put the first of them into `slots`, one each. Answered each time.
+    """
+
+    lookup_id: int  # also the generation of the slots
     worker: str
     block_hashes: bytes
+    fingerprint: bytes = b""  # of what computes the blocks; others than its own are a miss
+    lent: Lent | None = None
+    slots: list[int] = []
+    min_blocks: int = 0  # fewer are not worth their way
+    deadline_ms: int = 0  # what remains; 0 = kv_tier's own limit
 
 
 class BlocksFound(Message, frozen=True, kw_only=True):
-    """kv_tier -> worker: the longest prefix found (0 = miss). Late or lost = a miss."""
+    """kv_tier -> worker: the longest prefix found (0 = miss), and how many of it were checked and
+    put into the first slots. Late or lost = a miss.
+    """
 
     lookup_id: int
     kv_tier: str
     num_blocks: int
+    num_loaded: int = 0
+
+
+class StoreBlocks(Message, frozen=True, kw_only=True):
+    """worker -> kv_tier: write these blocks, one per slot, to L2; and keep those of `used` for as
+    long again. Nothing depends on it. Answered each time, when the slots are free.
+    """
+
+    store_id: int  # also the generation of the slots; never a `lookup_id` of the same worker
+    worker: str
+    block_hashes: bytes = b""
+    fingerprint: bytes = b""
+    lent: Lent | None = None
+    slots: list[int] = []
+    dtype: str = ""  # of the values in a block: bf16, fp32; what a codec must know
+    used: bytes = b""  # hashes of blocks that running legs would need again
+
+
+class BlocksStored(Message, frozen=True, kw_only=True):
+    """kv_tier -> worker: answer to `StoreBlocks`; how many of them L2 has now. A duplicate is
+    dropped.
+    """
+
+    store_id: int
+    kv_tier: str
+    num_blocks: int
+
+
+class ReturnSlots(Message, frozen=True, kw_only=True):
+    """worker -> kv_tier: these answers are overdue; give back what you are not at work on. What was
+    lost on the way would be lent for ever. A duplicate does nothing.
+    """
+
+    worker: str
+    lent: Lent
+    generations: list[int]
+    slots: list[list[int]]  # of each generation
+
+
+# --- worker -> scheduler: what L1 holds ----------------------------------------------------------
+
+
+class BlocksChanged(Message, frozen=True, kw_only=True):
+    """worker -> everyone("scheduler"): blocks that its L1 has gained and lost since the last `seq`.
+    `whole` = an answer to `AskBlocks`: these are all. A gap of `seq` = ask.
+    """
+
+    worker: str
+    seq: int
+    added: bytes = b""  # the first `shared.kv.SHORT_SIZE` bytes of each hash
+    removed: bytes = b""
+    whole: bool = False
+
+
+class AskBlocks(Message, frozen=True, kw_only=True):
+    """scheduler -> worker: which blocks does your L1 hold? Answered each time, with
+    `BlocksChanged`.
+    """
+
+    scheduler: str
 
 
 # --- one union per mailbox ---------------------------------------------------------------------
 
 ToTokenizer = Generate | Detokenize
-ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died
-ToWorker = Run | Cancel | Renew | Beacon | BlocksFound
+ToScheduler = Submit | Cancel | Renew | Ended | Beat | Beacon | Died | BlocksChanged
+ToWorker = Run | Cancel | Renew | Beacon | BlocksFound | BlocksStored | AskBlocks | Beat
 ToDetokenizer = StepDone | Cancel
-ToKvTier = LookupBlocks
+ToKvTier = LookupBlocks | StoreBlocks | ReturnSlots
 ToGateway = (
     Tokenized
     | Detokenized

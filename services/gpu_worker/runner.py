@@ -21,6 +21,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     num_blocks: int  # blocks in the KV pool; block 0 is an ordinary block
     block_size: int
     end_ids: frozenset[int]  # ids that end a leg unless `ignore_eos`
+    block_bytes: int = 0  # K and V of one block over all layers; 0 = blocks cannot leave L1
+    kv_dtype: str = ""  # of the values in it: bf16, fp32
+    kv_fingerprint: bytes = b""  # 16 bytes: of all that the contents of a block depend on, but ids
 
 
 class Scheduled(NamedTuple):

@@ -167,6 +167,8 @@ EXAMPLES: list[m.Message] = [
         prefill_tokens_waiting=12,
         step_tokens=13,
         engine_seconds={"attention": 1.5},
+        host="boot",
+        pid=14,
     ),
     m.Beacon(
         scheduler="s",
@@ -179,8 +181,31 @@ EXAMPLES: list[m.Message] = [
         resigning=True,
     ),
     m.Died(instance="w", reason="signal 9"),
-    m.LookupBlocks(lookup_id=1, worker="w", block_hashes=b"h" * 16),
-    m.BlocksFound(lookup_id=1, kv_tier="k", num_blocks=2),
+    m.LookupBlocks(
+        lookup_id=1,
+        worker="w",
+        block_hashes=b"h" * 16,
+        fingerprint=b"f" * 16,
+        lent=m.Lent(2, 3, 4, 5),
+        slots=[6],
+        min_blocks=7,
+        deadline_ms=8,
+    ),
+    m.BlocksFound(lookup_id=1, kv_tier="k", num_blocks=2, num_loaded=1),
+    m.StoreBlocks(
+        store_id=1,
+        worker="w",
+        block_hashes=b"h" * 16,
+        fingerprint=b"f" * 16,
+        lent=m.Lent(2, 3, 4, 5),
+        slots=[6],
+        dtype="bf16",
+        used=b"u" * 16,
+    ),
+    m.BlocksStored(store_id=1, kv_tier="k", num_blocks=2),
+    m.ReturnSlots(worker="w", lent=m.Lent(2, 3, 4, 5), generations=[1], slots=[[6]]),
+    m.BlocksChanged(worker="w", seq=1, added=b"a" * 8, removed=b"r" * 8, whole=True),
+    m.AskBlocks(scheduler="s"),
 ]
 BY_NAME = {type(example).__name__: example for example in EXAMPLES}
 MAILBOXES = (
