@@ -131,6 +131,7 @@ class Submit(Leg, frozen=True, kw_only=True):
     alone: bool = False  # poison rule: run with no batch-mates
     deadline_ms: int = 0
     failed_worker: str = ""  # the leg failed there: any other one first
+    pin: bool = False  # the prompt is to stay cached where it was computed
 
 
 class Accepted(Leg, frozen=True, kw_only=True):
@@ -430,6 +431,7 @@ class Beat(Message, frozen=True, kw_only=True):
     engine_seconds: dict[str, float] = {}  # of a worker, once a second: by phase since its start
     host: str = ""  # of a kv_tier: `shared.slots.host`; only workers there can lend it memory
     pid: int = 0  # of a kv_tier: its end frees what it was lent
+    engine_counts: dict[str, int] = {}  # of a worker, once a second: some, since its start
 
 
 class Beacon(Message, frozen=True, kw_only=True):

@@ -65,6 +65,7 @@ class Batcher:
         self.waiting: list[Entry] = []
         self.running: list[Entry] = []
         self.num_preemptions = 0
+        self.num_queried_tokens = 0  # of prompts, and output that came with them, looked up in L1
         self._entries: dict[Sequence, Entry] = {}
         self._arrivals = 0
 
@@ -198,6 +199,7 @@ class Batcher:
         sequence.block_table = cached + fresh
         sequence.num_computed_tokens = len(cached) * self.pool.block_size
         if not entry.preempted:
+            self.num_queried_tokens += sequence.num_tokens
             sequence.num_cached_tokens = sequence.num_computed_tokens
         entry.running = True
         self.waiting.remove(entry)
@@ -260,4 +262,4 @@ class Batcher:
         if first < end:
             self._extend_names(sequence)
         for index in range(first, end):
-            self.pool.name(sequence.block_table[index], sequence.block_hashes[index])
+            self.pool.name(sequence.block_table[index], sequence.block_hashes[index], sequence.salt)

@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from shared.config import Count, Natural, NotNegative
+from shared.config import AboveZero, Count, Natural, NotNegative
 
 AtLeastOne = Annotated[float, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 EX_CONFIG = 78
 """Exit status of an engine for which a file or a setting is no good, as sysexits.h has it."""
@@ -50,6 +51,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_batched_tokens: Count = 256  # ids in one step; larger prefill chunks gain nothing on a CPU
     slowdown_max: AtLeastOne = 2.0  # times the time between two tokens of a running stream, while
     # prompts are computed beside it (they get half of it); 2.5 left the slowest steps above 3 times
+    eviction: Literal["lru", "lfu"] = "lru"  # which cached block goes first: least lately or least
+    # often used; lfu where a few prefixes come again among many that do not
+    tenant_share: Share = 1.0  # of the blocks; a tenant whose cached ones are more loses its own
+    # first; 1 = nobody does
+    pinned_share: Share = 0.25  # of the blocks that requests may pin; over it the oldest pin ends
+    pin_s: AboveZero = 3600.0  # a prompt whose request asks for it stays cached for so long
     max_waiting: Count = 1024  # legs not in a step; more are refused as overloaded
     lease_s: NotNegative = 5.0  # a leg not renewed for this long is dropped
     finished_s: NotNegative = 10.0  # a finished leg can be asked for or adopted for this long

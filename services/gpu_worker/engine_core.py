@@ -4,8 +4,10 @@ from collections import Counter
 
 from services.gpu_worker.admission import check, ids_of
 from services.gpu_worker.batcher import Batcher
+from services.gpu_worker.block_events import BlockEvents
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.eviction import Eviction
 from services.gpu_worker.execution import Announce, Execution, silent
 from services.gpu_worker.faults import Fault, error_of
 from services.gpu_worker.legs import Leg, LegTable
@@ -18,6 +20,7 @@ from shared.errors import MeshError, Overloaded
 from shared.kv import HASH_SIZE
 from shared.liveness import LATE_S
 from shared.messages import (
+    AskBlocks,
     Beacon,
     BlocksFound,
     Cancel,
@@ -49,7 +52,13 @@ class EngineCore:
         self.term = 0  # highest scheduler term heard
         self.num_steps = 0
         self.max_model_len = min(spec.max_model_len, spec.num_blocks * spec.block_size)
-        self.pool = BlockPool(spec.num_blocks, spec.block_size)
+        eviction = Eviction(
+            spec.num_blocks,
+            by_use=config.eviction == "lfu",
+            tenant_share=config.tenant_share,
+            pinned_share=config.pinned_share,
+        )
+        self.pool = BlockPool(spec.num_blocks, spec.block_size, eviction)
         self.batcher = Batcher(
             self.pool,
             Pace(config.slowdown_max),
@@ -61,6 +70,7 @@ class EngineCore:
         self._config = config
         self._legs = LegTable(config)
         self._reports = Reports(instance, self.outbox)
+        self._block_events = BlockEvents(instance, self.pool, self.outbox)
         self._connected = True
         self._draining = False
         self._ticked_at = now
@@ -94,6 +104,7 @@ class EngineCore:
             **self.counters,
             "steps": self.num_steps,
             "preemptions": self.batcher.num_preemptions,
+            "queried_tokens": self.batcher.num_queried_tokens,
         }
 
     def seconds(self) -> dict[str, float]:
@@ -114,6 +125,8 @@ class EngineCore:
                 self._reports.renewed(message.gateway, answers)
             case Beacon():
                 self.term = max(self.term, message.term)
+            case AskBlocks():
+                self._block_events.answer(message.scheduler)
             case BlocksFound():
                 self.counters["blocks_found_unasked"] += 1  # the engine does not ask L2 yet
         self._reports.flush(self.num_steps)
@@ -181,6 +194,7 @@ class EngineCore:
             renewed_at=now,
             first_index=len(output_ids),
             num_sent=len(output_ids),
+            pin=submit.pin,
         )
         self._legs.add(leg)
         self.batcher.add(sequence, priority=submit.priority, alone=submit.alone)
@@ -236,6 +250,8 @@ class EngineCore:
                 if now - leg.renewed_at > self._config.lease_s:
                     self._end(leg, "reaped", now)
         self._legs.expire(now)
+        self.pool.expire_pins(now)
+        self._block_events.tell(now)
         self._reports.flush(self.num_steps)
 
     def slept(self, now: float) -> None:
@@ -333,6 +349,9 @@ class EngineCore:
 
     def _end(self, leg: Leg, reason: str, now: float, *, forget_blocks: bool = False) -> None:
         self.batcher.remove(leg.sequence, forget=forget_blocks)
+        if leg.pin and not forget_blocks:
+            prompt = len(leg.sequence.prompt_ids) // self.spec.block_size
+            self.pool.pin(leg.sequence.block_hashes[:prompt], now + self._config.pin_s)
         self._legs.end(leg, now)
         self._report_end(leg, reason)
 

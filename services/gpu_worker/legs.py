@@ -31,6 +31,7 @@ class Leg:
     first_index: int  # output ids before it came with the leg
     num_sent: int  # output index of the next id to send
     spoke_at: float = float("-inf")  # last record of this epoch
+    pin: bool = False  # its prompt is to stay cached
     end: End = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 

@@ -1,8 +1,10 @@
 """Which worker a leg goes to. Pure.
 
-The cost of a place is the time until its first id, in ids to be computed before it. What a prefix
-cache holds will lower `Need.prefill_tokens` per worker; until then a re-drive goes back to its
-last worker, which may have it all.
+The cost of a place is the time until the leg's first id, in ids to be computed before it: those of
+its prompt that the worker does not hold, those that wait there already, and a little for each leg
+that runs. What a worker holds counts the less the fuller it is beside the emptiest one: a second
+copy of a prefix is computed once, but in a crowd every id of every answer takes longer. So a prefix
+that everybody asks for spreads.
 """
 
 from collections.abc import Iterable
@@ -14,29 +16,42 @@ from shared.messages import Submit
 
 LEG_TOKENS = 8  # what a running leg costs its neighbours, in ids of prefill
 OUTPUT_TOKENS_GUESS = 128  # output ids that room is kept for; most answers end before max_tokens
+CROWD_TOKENS = OUTPUT_TOKENS_GUESS
+"""What a leg more costs the answer of a neighbour to its end, in ids of prefill: a row that decodes
+takes about as long as an id of a prompt.
+"""
 
 
 class Need(NamedTuple):
     """What a leg asks of a worker."""
 
-    prefill_tokens: int
+    prefill_tokens: int  # where nothing is cached
     tokens: int  # ids that room is kept for
     tokens_max: int  # prompt and output, if it runs to its limit
     avoid: str = ""  # a worker that is the last choice
+    block_hashes: bytes = b""  # that a cache may answer for; the prompt's: output is only where it
+    # was computed, and the leg goes back there without a choice
 
     def blocks(self, block_size: int) -> int:
         return -(-self.tokens // block_size) if block_size else 0
 
+    def cached_tokens(self, worker: Peer) -> int:
+        """Ids that `worker` need not compute, as far as known. The last id always is."""
+        held = worker.prefixes.num_leading(self.block_hashes) * worker.beat.block_size
+        return min(held, max(0, self.prefill_tokens - 1))
+
 
 def need_of(submit: Submit) -> Need:
-    """What `submit` asks of a worker that has none of it cached."""
+    """What `submit` asks of a worker."""
     prompt, output = count_ids(submit.prompt_ids), count_ids(submit.output_ids)
     remaining = max(0, submit.sampling.max_tokens - output)
+    computes_all = submit.sampling.prompt_logprobs is not None and not output
     return Need(
         prefill_tokens=prompt + output,
         tokens=prompt + output + min(remaining, OUTPUT_TOKENS_GUESS),
         tokens_max=prompt + submit.sampling.max_tokens,
         avoid=submit.failed_worker,
+        block_hashes=b"" if computes_all else submit.block_hashes,
     )
 
 
@@ -57,9 +72,10 @@ def choose_worker(
             or ((worker.quarantine or not alone) and _has_room(worker, need, prefill_steps))
         )
     ]
+    fewest = min((worker.num_legs for worker in fitting), default=0)
     return min(
         fitting,
-        key=lambda w: (w.instance == need.avoid, _cost(w, need), w.instance),
+        key=lambda w: (w.instance == need.avoid, _cost(w, need, fewest), w.instance),
         default=None,
     )
 
@@ -80,5 +96,7 @@ def _has_room(worker: Peer, need: Need, prefill_steps: float) -> bool:
     )
 
 
-def _cost(worker: Peer, need: Need) -> int:
-    return need.prefill_tokens + worker.prefill_tokens + LEG_TOKENS * worker.num_legs
+def _cost(worker: Peer, need: Need, fewest: int) -> int:
+    crowd = CROWD_TOKENS * (worker.num_legs - fewest)
+    missing = need.prefill_tokens - max(0, need.cached_tokens(worker) - crowd)
+    return missing + worker.prefill_tokens + LEG_TOKENS * worker.num_legs

@@ -12,14 +12,17 @@ from services.scheduler.leadership import Leadership
 from services.scheduler.line import Line
 from services.scheduler.placement import need_of
 from services.scheduler.rate import Rate
+from services.scheduler.refusal import refusal_of
 from services.scheduler.workers import Gone, Key, Peer, Peers, Sent
 from shared.core import Outbox
-from shared.errors import ContextLengthExceeded, MeshError, Overloaded, Unavailable
+from shared.errors import MeshError, Unavailable
 from shared.liveness import Watcher
 from shared.messages import (
     Accepted,
+    AskBlocks,
     Beacon,
     Beat,
+    BlocksChanged,
     Cancel,
     Died,
     Ended,
@@ -39,7 +42,6 @@ from shared.messages import (
 from shared.subjects import beacon, everyone, inbox
 
 GRACE_S = 1.0  # a new leader says `unknown` to nobody for so long: legs are on their way to it
-RETRY_AFTER_MAX_S = 60.0
 
 
 class SchedulerCore:
@@ -55,7 +57,7 @@ class SchedulerCore:
         self.outbox = Outbox()
         self.counters: Counter[str] = Counter()
         self.entries = Entries(config.tombstones_max, config.tombstone_s)
-        self.peers = Peers()
+        self.peers = Peers(config.known_blocks_max)
         self._pool = pool
         self._config = config
         self._leadership = Leadership(instance, now)
@@ -114,6 +116,8 @@ class SchedulerCore:
                 self._beacon(message, now)
             case Died():
                 self._died(message, now)
+            case BlocksChanged():
+                self.counters["blocks_unknown"] += not self.peers.blocks_changed(message, now)
 
     def tick(self, now: float) -> None:
         """Judge what time has made true: our own sleep first."""
@@ -123,6 +127,8 @@ class SchedulerCore:
             return  # a deaf leader does not show itself either: a standby that hears should lead
         for gone in self.peers.tick(now):
             self._tell_gone(gone, now)
+        for worker in self.peers.to_ask(now):
+            self.outbox.put(inbox(worker), AskBlocks(scheduler=self.instance))
         if self._leadership.tick(now):
             self._take_office(now)
         if self.num_workers:
@@ -213,23 +219,16 @@ class SchedulerCore:
         """Why a leg that is new here is not taken. A re-drive is never shed."""
         if is_redrive(submit):
             return None
-        need = need_of(submit)
-        workers = [worker.beat for worker in self.peers.workers.values() if worker.beat.ready]
-        longest = max((beat.max_model_len for beat in workers), default=need.tokens_max)
-        if need.tokens_max > longest:
-            return ContextLengthExceeded(
-                f"the request needs {need.tokens_max} tokens; the largest worker holds {longest}.",
-                param="max_tokens",
-            )
-        if self.num_queued >= self._config.queued_legs_max:
-            wait_s = self.num_queued / max(self._placed.per_s, 1.0)
-            return Overloaded(
-                "too many requests are waiting.",
-                retry_after_s=min(max(1.0, round(wait_s)), RETRY_AFTER_MAX_S),
-            )
-        if now - self._worker_at > self._config.no_worker_s:
+        refusal = refusal_of(
+            need_of(submit),
+            self.peers,
+            self.num_queued,
+            self._config.queued_legs_max,
+            self._placed.per_s,
+        )
+        if refusal is None and now - self._worker_at > self._config.no_worker_s:
             return Unavailable("no worker is up.", retry_after_s=5.0)
-        return None
+        return refusal
 
     def _accept(self, submit: Submit) -> None:
         accepted = Accepted(**named(submit), scheduler=self.instance, term=self._leadership.term)
@@ -254,8 +253,9 @@ class SchedulerCore:
     def _run(self, entry: Entry, worker: Peer, detokenizer: Peer, now: float) -> None:
         entry.worker, entry.detokenizer = worker.instance, detokenizer.instance
         entry.lease_until = now + self._config.lease_s
-        blocks = entry.need.blocks(worker.beat.block_size)
-        worker.send(Sent(entry.key, now, entry.need.prefill_tokens, blocks))
+        need = entry.need
+        missing = need.prefill_tokens - need.cached_tokens(worker)
+        worker.send(Sent(entry.key, now, missing, need.blocks(worker.beat.block_size)))
         detokenizer.send(Sent(entry.key, now, 0, 0))
         self._placed.count()
         run = Run(

@@ -4,8 +4,9 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from services.scheduler.prefixes import Prefixes
 from shared.liveness import LastHeard
-from shared.messages import Beat
+from shared.messages import Beat, BlocksChanged
 
 SETTLE_S = 0.15  # what was sent so long before its engine's phase began is in a beat: beat and way
 TRIAL_S = 0.2  # from a suspect's first id to its text, or to word of its detokenizer's death
@@ -30,6 +31,7 @@ class Peer:
 
     beat: Beat
     hung: bool = False
+    prefixes: Prefixes = field(default_factory=Prefixes)  # a worker's
     sent: dict[Key, Sent] = field(default_factory=dict)  # oldest first
     sent_tokens: int = 0
     sent_blocks: int = 0
@@ -130,14 +132,17 @@ class Gone(NamedTuple):
 
 
 class Peers:
-    """All workers and detokenizers heard of, and those lost in the last seconds."""
+    """All workers and detokenizers heard of, and those lost in the last seconds. Of what workers
+    hold in L1, at most `known_blocks_max` blocks are known.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, known_blocks_max: int = 1 << 20) -> None:
         self.workers: dict[str, Peer] = {}
         self.detokenizers: dict[str, Peer] = {}
         self._heard = LastHeard()
         self._dead: OrderedDict[str, None] = OrderedDict()
         self._recent: deque[tuple[float, Gone]] = deque()
+        self._known_blocks_max = known_blocks_max
 
     def hear(self, beat: Beat, now: float) -> None:
         """Take a beat; one that a dead instance sent before its end is ignored."""
@@ -150,6 +155,25 @@ class Peers:
             table[beat.instance] = Peer(beat)
         elif beat.seq >= peer.beat.seq:
             peer.hear(beat, now)
+
+    def blocks_changed(self, message: BlocksChanged, now: float) -> bool:
+        """Take what a worker tells of its L1; False = there is no room for it."""
+        worker = self.workers.get(message.worker)
+        if worker is None:
+            return True
+        others = sum(len(peer.prefixes) for peer in self.workers.values() if peer is not worker)
+        room = self._known_blocks_max - others
+        return worker.prefixes.take(message, worker.beat.total_blocks, room, now)
+
+    def to_ask(self, now: float) -> list[str]:
+        """Workers of whose L1 something is not known; the same one once a second."""
+        if not self._known_blocks_max:
+            return []
+        return [
+            worker.instance
+            for worker in self.workers.values()
+            if worker.placeable and worker.beat.total_blocks and worker.prefixes.asks(now)
+        ]
 
     def died(self, instance: str, now: float) -> Gone | None:
         """The process is known to be gone; None when it was no peer of ours, or known before."""

@@ -56,6 +56,7 @@ SUBMIT = m.Submit(
     alone=True,
     deadline_ms=1000,
     failed_worker="w",
+    pin=True,
 )
 CHAT = m.ChatPrompt(
     messages=[{"role": "user", "content": "hi"}],
@@ -169,6 +170,7 @@ EXAMPLES: list[m.Message] = [
         engine_seconds={"attention": 1.5},
         host="boot",
         pid=14,
+        engine_counts={"preemptions": 15},
     ),
     m.Beacon(
         scheduler="s",
