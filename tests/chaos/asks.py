@@ -26,6 +26,10 @@ TWICE = frozenset({"keyed", "job"})
 BEGINS_LATE = frozenset({"whole", "keyed"})
 """Nothing comes before all of it."""
 
+TURNS = 4  # of a conversation
+INSTRUCTIONS_WORDS = 150  # a dozen blocks
+ANSWER_WORDS = 40
+
 
 class Ask(NamedTuple):
     """One request that may be asked any number of times."""
@@ -54,6 +58,25 @@ def streams(seed: int, count: int, tokens: int) -> list[Ask]:
     return asks
 
 
+def conversations(seed: int, count: int, tokens: int) -> list[Ask]:
+    """Streams in the middle of conversations: all begin with the same instructions, and each turn
+    with those before it. Every fifth over the bus.
+    """
+    rng = random.Random(f"{seed}/conversations")
+    instructions = {"role": "system", "content": sentence(rng, INSTRUCTIONS_WORDS)}
+    said: list[dict[str, str]] = []
+    asks = []
+    for number in range(count):
+        if number % TURNS == 0:
+            said = [instructions]
+        said = [*said, *chat(rng, f"{seed}-{number}")]
+        body = {"messages": said, "max_tokens": tokens, "ignore_eos": True, **sampling(rng)}
+        way: Way = "bus" if number % 5 == 4 else "stream"
+        asks.append(Ask(f"turn-{number}", way, "chat", body))
+        said = [*said, {"role": "assistant", "content": sentence(rng, ANSWER_WORDS)}]
+    return asks
+
+
 def stored(seed: int, count: int, tokens: int) -> list[Ask]:
     """Stored requests in turn, as long as `streams`."""
     rng = random.Random(seed)
@@ -70,6 +93,16 @@ def mixed(seed: int, count: int) -> list[Ask]:
     rng = random.Random(seed)
     shapes = itertools.islice(itertools.cycle(SHAPES), count)
     return [shape(rng, f"{shape.__name__}-{number}") for number, shape in enumerate(shapes)]
+
+
+def salted(asks: list[Ask], salt: str) -> list[Ask]:
+    """The same asks, with the same answers, of which no cache holds anything yet. Responses have no
+    salt of their own.
+    """
+    return [
+        ask if ask.endpoint == "responses" else ask._replace(body={**ask.body, "cache_salt": salt})
+        for ask in asks
+    ]
 
 
 def whole(rng: random.Random, key: str) -> Ask:

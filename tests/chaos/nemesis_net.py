@@ -15,6 +15,7 @@ SUBJECTS = {
     "scheduler": "mesh.v1.in.scheduler-*",
     "gpu_worker": "mesh.v1.in.gpu_worker-*",
     "detokenizer": "mesh.v1.in.detokenizer-*",
+    "kv_tier": "mesh.v1.in.kv_tier-*",
     "beats": "mesh.v1.beat.*",
     "beacons": "mesh.v1.beacon.*",
 }

@@ -2,13 +2,14 @@
 
 import asyncio
 import random
+import secrets
 import time
 from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from tests.chaos.asks import BEGINS_LATE, mixed, stored, streams
+from tests.chaos.asks import BEGINS_LATE, Ask, conversations, mixed, salted, stored, streams
 from tests.chaos.checker import Calm, Verdict, answers, check, ids_at_fault
 from tests.chaos.history import AtRest, Healed, History, Injected
 from tests.chaos.nemesis import Field, NotInjected
@@ -37,6 +38,13 @@ class Load(NamedTuple):
 
 FULL = Load()
 REAL_MODEL = Load(tokens=120, mixed=11, patience_s=300.0, prefill_ids=1000)
+
+
+class Asks(NamedTuple):
+    """What one round asks."""
+
+    long: list[Ask]  # under way when the fault comes
+    mixed: list[Ask]  # beside them, one after the other
 
 
 class Round(NamedTuple):
@@ -101,8 +109,9 @@ class Campaign:
         self._patience_s = load.patience_s
         self._prefill_ids = load.prefill_ids
         self._id_s = 0.0  # to prefill one
+        self._stored = stored(seed, load.stored, load.tokens)
         self._streams = streams(seed, load.streams, load.tokens)
-        self._streams += stored(seed, load.stored, load.tokens)
+        self._conversations = conversations(seed, load.streams, load.tokens)
         self._mixed = mixed(seed, load.mixed)
         self._calm: Calm = {}
         self._baseline: dict[str, Held] = {}
@@ -114,8 +123,9 @@ class Campaign:
         path.unlink(missing_ok=True)
         with History(path) as history:
             clients = await self._clients(history)
+            everyone = self._streams + self._conversations + self._stored
             for _ in range(2):
-                await asyncio.gather(*map(clients.ask, self._streams))
+                await asyncio.gather(*map(clients.ask, everyone))
                 await asyncio.gather(*map(clients.ask, self._mixed))
             await clients.close()
             if self._prefill_ids:
@@ -140,12 +150,16 @@ class Campaign:
         rng = random.Random(f"{self._seed}/{experiment.name}/{number}")
         path = self._folder / f"{experiment.name}-{number}.jsonl".replace(" ", "_")
         path.unlink(missing_ok=True)
+        asks = self._asks(experiment)
         before = await self.site.counters("gateway")
         with History(path) as history, Watch() as watch:
             clients = await self._clients(history)
             try:
                 await self._under_load(
-                    experiment, Field(self.site, clients, self._streams + self._mixed, rng), history
+                    experiment,
+                    Field(self.site, clients, [*asks.long, *asks.mixed], rng),
+                    asks,
+                    history,
                 )
             finally:
                 await clients.close()
@@ -167,19 +181,25 @@ class Campaign:
             experiment, number, path, verdict, redrives, seconds, watch.slept_s, recompute_s
         )
 
-    async def _under_load(self, experiment: Experiment, field: Field, history: History) -> None:
+    def _asks(self, experiment: Experiment) -> Asks:
+        """For an experiment on L2 no worker holds anything of them, whatever it did before."""
+        if not experiment.cold:
+            return Asks(self._streams + self._stored, self._mixed)
+        salt = secrets.token_hex(8)
+        return Asks(salted(self._conversations + self._stored, salt), salted(self._mixed, salt))
+
+    async def _under_load(
+        self, experiment: Experiment, field: Field, asks: Asks, history: History
+    ) -> None:
         over = asyncio.Event()
-        load = [asyncio.create_task(field.clients.ask(ask)) for ask in self._streams]
-        load += [
-            asyncio.create_task(self._lane(field.clients, random.Random(field.rng.random()), over))
-            for _ in range(LANES)
-        ]
+        load = [asyncio.create_task(field.clients.ask(ask)) for ask in asks.long]
+        load += [asyncio.create_task(self._lane(field, asks.mixed, over)) for _ in range(LANES)]
         if experiment.lookups:
             lookups = await self._lookups(history)
             load.append(asyncio.create_task(lookups.run(over)))
         fault = experiment.make()
         try:
-            begin = {ask.key for ask in self._streams if ask.way not in BEGINS_LATE}
+            begin = {ask.key for ask in asks.long if ask.way not in BEGINS_LATE}
             await field.clients.wait_begun(begin, self._patience_s)
             await asyncio.sleep(field.rng.uniform(0, SPREAD_S))
             at = time.monotonic()
@@ -196,13 +216,14 @@ class Campaign:
             over.set()
             await asyncio.gather(*load)
 
-    async def _lane(self, clients: Clients, rng: random.Random, over: asyncio.Event) -> None:
+    async def _lane(self, field: Field, mixed: list[Ask], over: asyncio.Event) -> None:
         """One request after the other, also just after the fault; some clients leave early."""
+        rng = random.Random(field.rng.random())
         while not over.is_set():
-            ask = rng.choice(self._mixed)
+            ask = rng.choice(mixed)
             leaves = ask.way not in BEGINS_LATE and rng.random() < LEAVES
-            await clients.ask(ask, leave_after=rng.randint(1, 12) if leaves else None)
-        await clients.ask(rng.choice(self._mixed))
+            await field.clients.ask(ask, leave_after=rng.randint(1, 12) if leaves else None)
+        await field.clients.ask(rng.choice(mixed))
 
     async def _lookups(self, history: History) -> Lookups:
         [kv_tier] = await self.site.instances("kv_tier")

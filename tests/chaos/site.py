@@ -17,7 +17,7 @@ from kernels.cpu.library import cpu_flags
 from shared.bus import Delivery
 from shared.nats_bus import NatsBus
 from tests.chaos.nats_proxy import NatsProxy
-from tests.mesh.cluster import Mesh
+from tests.mesh.cluster import Mesh, slots_of
 from tests.shared.proxy import Proxy
 
 TWO_OF_EACH = tuple(
@@ -62,6 +62,7 @@ class Held(NamedTuple):
     blocks_used: int
     tasks: int
     files: int
+    slots: int  # memories of workers that it has mapped
     subscriptions: int
 
 
@@ -145,17 +146,22 @@ class Site:
 
     async def counters(self, role: str) -> Counter[str]:
         """What the live instances of `role` have counted, summed up."""
-        totals: Counter[str] = Counter()
+        return sum((await self.told(role)).values(), Counter())
+
+    async def told(self, role: str) -> dict[str, Counter[str]]:
+        """What each live instance of `role` has counted since its start."""
+        counts: dict[str, Counter[str]] = {}
 
         def take(delivery: Delivery) -> None:
-            totals.update(msgspec.json.decode(delivery.payload)["endpoints"][0]["data"])
+            answer = msgspec.json.decode(delivery.payload)
+            counts[answer["id"]] = Counter(answer["endpoints"][0]["data"])
 
         inbox = f"_MESH_INBOX.{secrets.token_hex(8)}"
         subscription = await self.bus.subscribe(inbox, take)
         self.bus.publish(f"$SRV.STATS.shoal-{role.replace('_', '-')}", b"", inbox)
         await asyncio.sleep(ANSWERS_S)
         await subscription.unsubscribe()
-        return totals
+        return counts
 
     def _launch(self, name: str) -> dict[str, Any]:
         launch: dict[str, Any] = msgspec.json.decode(
@@ -182,6 +188,7 @@ class Site:
                 - int(process.extra.get("free_blocks", 0)),
                 tasks=int(process.extra.get("tasks", 0)),
                 files=count_files(process.pid),
+                slots=len(slots_of(process.pid)),
                 subscriptions=subscriptions.get(process.instance, 0),
             )
             for process in await self.status()
@@ -219,7 +226,7 @@ def leaks(now: dict[str, Held], baseline: dict[str, Held]) -> tuple[str, ...]:
         limit = most.get(name.partition("-")[0])
         if limit is None:
             continue
-        for what in ("tasks", "files", "subscriptions"):
+        for what in ("tasks", "files", "slots", "subscriptions"):
             have, may = getattr(held, what), getattr(limit, what)
             if have > may:
                 found.append(f"{name} has {have} {what}, {may} before")

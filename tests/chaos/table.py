@@ -44,6 +44,7 @@ class Experiment(NamedTuple):
     gap_p99_s: float | None = None  # the promise, where one is made
     lookups: bool = False  # kv_tier lives and is asked all the time
     still: bool = False  # no stream that runs is moved
+    cold: bool = False  # the load is conversations of which no L1 holds anything before
 
     @property
     def name(self) -> str:
@@ -161,6 +162,17 @@ def clients() -> list[Experiment]:
     ]
 
 
+def caches() -> list[Experiment]:
+    """L2 in trouble, and a worker dies: its streams, conversations that share their beginnings, go
+    on where L1 has nothing of them. A cache is a cache: nothing is allowed.
+    """
+
+    return [
+        Experiment("kill", "kv_tier + gpu_worker", lambda: Both(Kill("kv_tier"), Kill("gpu_worker")),
+                   cold=True),
+    ]  # fmt: skip
+
+
 def pairs() -> list[Experiment]:
     """Two faults at once."""
     two = "gpu_worker + "
@@ -183,4 +195,7 @@ def main_rows() -> list[Experiment]:
 
 def table() -> list[Experiment]:
     """Every row."""
-    return [*kills(), *pauses(), *restarts(), *network(), *messages(), *clients(), *pairs()]
+    return [
+        *(*kills(), *pauses(), *restarts(), *network(), *messages()),
+        *(*clients(), *caches(), *pairs()),
+    ]

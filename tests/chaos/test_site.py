@@ -10,7 +10,7 @@ from shared.testing import eventually
 from tests.chaos.nemesis import send
 from tests.chaos.site import Held, Victim, leaks, state_of
 
-REST = Held(state="ready", load=0, blocks_used=0, tasks=9, files=20, subscriptions=12)
+REST = Held(state="ready", load=0, blocks_used=0, tasks=9, files=20, slots=2, subscriptions=12)
 BASELINE = {"gateway-0": REST, "gateway-1": REST._replace(tasks=11), "gpu_worker-0": REST}
 
 
@@ -28,6 +28,7 @@ def test_a_mesh_at_rest_holds_nothing_new() -> None:
         ("blocks_used", 3),
         ("tasks", 12),
         ("files", 21),
+        ("slots", 3),
         ("subscriptions", 13),
     ],
 )

@@ -12,7 +12,16 @@ from aiohttp import web
 
 from deploy.servers import Server
 from shared.nats_bus import NatsBus
-from tests.chaos.asks import STORED_WAYS, Ask, mixed, stored, streams
+from tests.chaos.asks import (
+    STORED_WAYS,
+    TURNS,
+    Ask,
+    conversations,
+    mixed,
+    salted,
+    stored,
+    streams,
+)
 from tests.chaos.history import Asked, Ended, History, How, Told, Used
 from tests.chaos.workload import Clients
 
@@ -28,11 +37,22 @@ def test_the_same_seed_asks_the_same() -> None:
     assert streams(7, 6, 50) == streams(7, 6, 50) != streams(8, 6, 50)
     assert mixed(7, 12) == mixed(7, 12) != mixed(8, 12)
     assert stored(7, 5, 50) == stored(7, 5, 50) != stored(8, 5, 50)
-    asks = [*streams(7, 6, 50), *stored(7, 5, 50), *mixed(7, 12)]
+    assert conversations(7, 6, 50) == conversations(7, 6, 50) != conversations(8, 6, 50)
+    asks = [*streams(7, 6, 50), *conversations(7, 6, 50), *stored(7, 5, 50), *mixed(7, 12)]
     assert len({ask.key for ask in asks}) == len(asks)
     assert {ask.way for ask in asks} == {"stream", "whole", "bus", *STORED_WAYS}
     assert {ask.way for ask in stored(7, 5, 50)} == STORED_WAYS
     assert all("seed" in ask.body for ask in asks), "or an answer is not a function of its request"
+
+
+def test_conversations_share_their_beginnings() -> None:
+    """All begin alike, a turn begins with those before it, and a salt changes nothing else."""
+    asks = conversations(7, 2 * TURNS, 50)
+    said = [ask.body["messages"] for ask in asks]
+    assert len({str(messages[0]) for messages in said}) == 1
+    assert said[1][: len(said[0])] == said[0] != said[TURNS]
+    for ask, cold in zip(asks, salted(asks, "salt"), strict=True):
+        assert cold == ask._replace(body={**ask.body, "cache_salt": "salt"})
 
 
 class Bench:

@@ -206,3 +206,12 @@ def alive(pid: int) -> bool:
         return False
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def slots_of(pid: int) -> list[str]:
+    """The memory between workers and kv_tier that a process has mapped, each by its inode."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it is gone, or not ours
+        return []
+    return [line.split()[4] for line in maps if "/memfd:shoal-kv-slots" in line]
