@@ -166,10 +166,9 @@ def caches() -> list[Experiment]:
     """L2 in trouble, and a worker dies: its streams, conversations that share their beginnings, go
     on where L1 has nothing of them. A cache is a cache: nothing is allowed.
     """
-
     return [
-        Experiment("kill", "kv_tier + gpu_worker", lambda: Both(Kill("kv_tier"), Kill("gpu_worker")),
-                   cold=True),
+        Experiment("kill", "kv_tier + gpu_worker",
+                   lambda: Both(Kill("kv_tier"), Kill("gpu_worker")), cold=True),
     ]  # fmt: skip
 
 
