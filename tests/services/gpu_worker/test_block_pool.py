@@ -2,22 +2,37 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from services.gpu_worker.block_pool import BlockPool
+from services.gpu_worker.eviction import Eviction
 
 NUM_BLOCKS = 8
 NAMES = [bytes([n]) for n in range(1, 13)]
+OWNERS = [b"a", b"b", b"c"]
+SHARES = st.sampled_from([0.0, 0.25, 1.0])
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A pool beside a list of tables and what was written into each block."""
+    """A pool beside a list of tables, what was written into each block, and who hears of names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS, 16)
         self.tables: list[list[int]] = []
         self.written: dict[int, bytes] = {}  # block -> the only name that its content deserves
+        self.heard: set[bytes] = set()
+        self.now = 0.0
+
+    @initialize(by_use=st.booleans(), share=st.sampled_from([0.0, 0.3, 1.0]), pinned=SHARES)
+    def begin(self, by_use: bool, share: float, pinned: float) -> None:
+        eviction = Eviction(NUM_BLOCKS, by_use=by_use, tenant_share=share, pinned_share=pinned)
+        self.pool = BlockPool(NUM_BLOCKS, 16, eviction)
 
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:
@@ -30,13 +45,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.tables.append(table)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), name=st.sampled_from(NAMES))
-    def fill_and_name(self, data: st.DataObject, name: bytes) -> None:
+    @rule(data=st.data(), name=st.sampled_from(NAMES), owner=st.sampled_from(OWNERS))
+    def fill_and_name(self, data: st.DataObject, name: bytes, owner: bytes) -> None:
         table = data.draw(st.sampled_from(self.tables))
         for block in table[-1:]:
             if block not in self.written:
                 self.written[block] = name
-                self.pool.name(block, name)
+                self.pool.name(block, name, owner)
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
     def look_up_and_share(self, names: list[bytes]) -> None:
@@ -63,6 +78,21 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.lookup([self.written.get(block, b"")]) == [block] for block in table
         )
 
+    @rule(names=st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
+    def pin(self, names: list[bytes]) -> None:
+        self.pool.pin(names, self.now + 3)
+
+    @rule()
+    def pass_time(self) -> None:
+        self.now += 1
+        self.pool.expire_pins(self.now)
+
+    @rule()
+    def listen(self) -> None:
+        for name, is_here in self.pool.take_changes().items():
+            (self.heard.add if is_here else self.heard.discard)(name)
+        assert self.heard == set(self.pool.names)
+
     @invariant()
     def is_whole(self) -> None:
         self.pool.check_integrity()
@@ -73,6 +103,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(table)
         self.pool.check_integrity()
         assert self.pool.num_available == NUM_BLOCKS
+        assert len(set(self.pool.allocate(NUM_BLOCKS))) == NUM_BLOCKS
+        assert not self.pool.names
 
     def held(self) -> set[int]:
         return {block for table in self.tables for block in table}
