@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from services.scheduler.placement import (
+    CROWD_TOKENS,
     OUTPUT_TOKENS_GUESS,
     Need,
     choose_detokenizer,
@@ -11,8 +14,10 @@ from services.scheduler.placement import (
 )
 from services.scheduler.workers import Peer, Sent
 from shared.ids import pack_ids
-from shared.messages import Beat, Submit
+from shared.kv import BLOCK_SIZE, SHORT_SIZE, block_hashes
+from shared.messages import Beat, BlocksChanged
 from shared.sampling import SamplingParams
+from tests.services.scheduler.rig import submit
 
 NEED = Need(prefill_tokens=40, tokens=100, tokens_max=200)
 
@@ -79,20 +84,81 @@ def test_a_leg_that_runs_alone_gets_an_empty_worker_and_keeps_it() -> None:
     assert chosen(taken) == ""
 
 
+def holding(instance: str, *hashes: bytes, **fields: Any) -> Peer:
+    """A worker whose L1 has the blocks of these hashes."""
+    peer = worker(instance, total_blocks=100, **fields)
+    added = b"".join(name[:SHORT_SIZE] for name in hashes)
+    peer.prefixes.take(
+        BlocksChanged(worker=instance, seq=0, added=added, whole=True), 100, 100, 0.0
+    )
+    return peer
+
+
+PREFIX = block_hashes(range(40 * BLOCK_SIZE), b"salt")
+CACHED = Need(640, 700, 800, block_hashes=b"".join(PREFIX))
+
+
+def test_a_leg_goes_where_its_prefix_is() -> None:
+    """The longest one that is held counts, against what waits there and the legs that run."""
+    one, all_of_it = holding("a", *PREFIX[:1]), holding("b", *PREFIX)
+    assert chosen(one, all_of_it, worker("c"), need=CACHED) == "b"
+    busy = holding("b", *PREFIX, prefill_tokens_waiting=100, step_tokens=1000)
+    assert chosen(one, busy, need=CACHED) == "b"
+    busier = holding("b", *PREFIX, prefill_tokens_waiting=630, step_tokens=1000)
+    assert chosen(one, busier, need=CACHED) == "a"
+    behind_a_hole = holding("b", *PREFIX[1:])
+    assert chosen(one, behind_a_hole, need=CACHED) == "a"
+
+
+def test_a_hot_prefix_does_not_gather_everybody_at_one_worker() -> None:
+    """With a leg more here and there it soon is cheaper to compute it once more elsewhere."""
+    legs = {"a": 0, "b": 0}
+    holders = {"a"}
+    for _ in range(16):
+        peers = [
+            holding(name, *(PREFIX if name in holders else []), load=count, max_legs=64)
+            for name, count in legs.items()
+        ]
+        name = chosen(*peers, need=CACHED)
+        holders.add(name)
+        legs[name] += 1
+        assert max(legs.values()) - min(legs.values()) <= 640 / CROWD_TOKENS + 1
+    assert legs == {"a": 8, "b": 8}
+
+
+def test_a_prefix_draws_no_leg_to_a_worker_that_may_not_have_it() -> None:
+    """Room, health, suspects and a failure there come first."""
+    full = holding("b", *PREFIX, load=8)
+    assert chosen(worker("a", load=3), full, need=CACHED) == "a"
+    draining = holding("b", *PREFIX, draining=True)
+    assert chosen(worker("a"), draining, need=CACHED) == "a"
+    assert chosen(worker("a"), holding("b", *PREFIX), need=CACHED._replace(avoid="b")) == "a"
+    assert chosen(worker("a"), holding("b", *PREFIX, load=1), need=CACHED, alone=True) == "a"
+
+
+def test_the_last_id_is_always_computed_and_scores_need_every_id() -> None:
+    """A prompt that is held to its end has one id to compute; one whose logprobs are wanted all."""
+    peer = holding("a", *PREFIX)
+    assert CACHED.cached_tokens(peer) == 639
+    assert CACHED._replace(prefill_tokens=1000).cached_tokens(peer) == 640
+    scored = submit(
+        block_hashes=CACHED.block_hashes,
+        sampling=SamplingParams(max_tokens=1, prompt_logprobs=0),
+    )
+    assert need_of(scored).cached_tokens(peer) == 0
+    assert need_of(replace(scored, output_ids=pack_ids([1]))).cached_tokens(peer) > 0
+
+
 def test_a_need_keeps_room_for_some_output_and_counts_what_is_there() -> None:
     """A re-drive computes prompt and output again, and its limit does not grow."""
-    submit = Submit(
-        request_id="r",
-        choice=0,
-        epoch=2,
-        gateway="g",
-        model="m",
-        tenant="",
-        prompt_ids=pack_ids(range(30)),
-        output_ids=pack_ids(range(10)),
-        sampling=SamplingParams(max_tokens=1000),
+    need = need_of(
+        submit(
+            epoch=2,
+            prompt_ids=pack_ids(range(30)),
+            output_ids=pack_ids(range(10)),
+            sampling=SamplingParams(max_tokens=1000),
+        )
     )
-    need = need_of(submit)
     assert need == Need(40, 40 + OUTPUT_TOKENS_GUESS, 1030)
     assert need.blocks(16) == 11
 
