@@ -1,10 +1,17 @@
-// Causal attention of one KV head over bf16 pages of 16 tokens.
+// Causal attention of one KV head over pages of 16 tokens, in bf16 or in int8.
 //
 // Keys of a page lie as [dim pairs][16 tokens][2], so that one dot instruction scores 16 tokens and
 // no sum runs across lanes; values as [8 token pairs][dims][2]. All query heads of the KV head and
 // several tokens are rows that share each load. A row's numbers are formed in the same order
 // whatever the other rows are: scores of all tokens first, then softmax, then the sum over values,
 // token pair by token pair.
+//
+// Pages of int8 have bytes in the same places, and behind them a scale for each token of the keys and
+// of the values. Bytes are exact in bf16: some pages at a time are widened, and the same products
+// taken. Scales of keys go to the scores, scales of values to the weights.
+//
+// With sinks a row sees the first tokens and those of its window; queries that meet the sinks are
+// turned for them.
 #pragma once
 
 #include <algorithm>
@@ -36,12 +43,19 @@ inline void dot(Floats& sum, const uint16_t* two_by_lane, uint32_t pair) {
 }
 
 struct HeadPages {
-  const uint16_t* pool;      // keys and values of this layer and head in page 0
-  size_t page_stride;        // bf16 from a page to the next
+  const uint8_t* pool;       // keys and values of this layer and head in page 0
+  size_t page_stride;        // bytes from a page to the next
   const int32_t* table;      // pages of the sequence
   int dims;                  // a multiple of 16
-  const uint16_t* keys(int page) const { return pool + table[page] * page_stride; }
-  const uint16_t* values(int page) const { return keys(page) + size_t(dims) * PAGE; }
+  int int8;                  // whether they are bytes, and scales behind them
+  const uint8_t* at(int page) const { return pool + table[page] * page_stride; }
+  int numbers() const { return dims * PAGE; }  // of the keys of a page, and of its values
+  const uint16_t* keys(int page) const { return reinterpret_cast<const uint16_t*>(at(page)); }
+  const uint16_t* values(int page) const { return keys(page) + numbers(); }
+  const int8_t* key_bytes(int page) const { return reinterpret_cast<const int8_t*>(at(page)); }
+  const int8_t* value_bytes(int page) const { return key_bytes(page) + numbers(); }
+  Floats key_scales(int page) const { return load<Floats>(at(page) + 2 * numbers()); }
+  Floats value_scales(int page) const { return load<Floats>(at(page) + 2 * numbers() + sizeof(Floats)); }
 };
 
 template <int R, int B>
@@ -70,11 +84,15 @@ inline void score_pages(const HeadPages& kv, int first, int last, const uint16_t
   for (; page < last; page++) score<R, 1>(kv, page, queries, row_stride, scores, score_stride);
 }
 
-// values: out[r][dim] += sum over tokens of weight[r][token] * value[token][dim], for 64 dims.
+// values: out[r][dim] = sum over tokens of weight[r][token] * value[token][dim], for 64 dims; `more` =
+// added one by one to what is there.
 template <int R, int D>
 inline void mix(const HeadPages& kv, int first, int last, int dim, const uint16_t* weights,
-                size_t weight_stride, float* out, int out_stride) {
+                size_t weight_stride, float* out, int out_stride, bool more) {
   Floats sums[R][D] = {};
+  if (more)
+    for (int r = 0; r < R; r++)
+      for (int d = 0; d < D; d++) sums[r][d] = load<Floats>(out + r * out_stride + dim + d * LANES);
   for (int page = first; page < last; page++) {
     const uint16_t* values = kv.values(page) + 2 * dim;
     for (int pair = 0; pair < PAGE / 2; pair++)
@@ -91,17 +109,18 @@ inline void mix(const HeadPages& kv, int first, int last, int dim, const uint16_
 
 template <int R>
 inline void mix_pages(const HeadPages& kv, int first, int last, const uint16_t* weights,
-                      size_t weight_stride, float* out, int out_stride) {
+                      size_t weight_stride, float* out, int out_stride, bool more) {
   int dim = 0;
   for (; dim + 4 * LANES <= kv.dims; dim += 4 * LANES)
-    mix<R, 4>(kv, first, last, dim, weights, weight_stride, out, out_stride);
+    mix<R, 4>(kv, first, last, dim, weights, weight_stride, out, out_stride, more);
   for (; dim < kv.dims; dim += LANES)
-    mix<R, 1>(kv, first, last, dim, weights, weight_stride, out, out_stride);
+    mix<R, 1>(kv, first, last, dim, weights, weight_stride, out, out_stride, more);
 }
 
 struct Mask {
   int position;  // of the row's token: it sees [position - window + 1, position]
   int window;    // 0 = from the beginning
+  int sinks;     // and [0, sinks) before them; a multiple of PAGE
 };
 
 // Lane by lane, the largest score of pages [first, last); four at a time, as each waits for the
@@ -115,11 +134,20 @@ inline Floats largest(const float* scores, int first, int last) {
   return max(max(best[0], best[1]), max(best[2], best[3]));
 }
 
-// One row of scores of pages [first, last) -> unnormalized weights in bf16; returns their sum.
-inline float softmax(float* scores, int first, int last, Mask mask, float cap, uint16_t* weights) {
-  const int begin = mask.window ? std::max(0, mask.position - mask.window + 1) : 0;
+// One row of scores -> unnormalized weights in bf16; returns their sum. There are scores of the pages
+// of sinks, and of pages [first, last).
+inline float softmax(const HeadPages& kv, float* scores, int first, int last, Mask mask, float cap,
+                     uint16_t* weights) {
+  int begin = mask.window ? std::max(0, mask.position - mask.window + 1) : 0;
+  if (begin <= mask.sinks) begin = 0;
+  const int sinks = begin ? mask.sinks / PAGE : 0;  // pages seen in full before the window
+  first = std::max(first, sinks);
   const int whole = std::max(first, (begin + PAGE - 1) / PAGE);  // the first page seen in full,
   const int rest = std::max(whole, (mask.position + 1) / PAGE);  // and the first after them
+  auto each_page = [&](auto work) {
+    for (int page = 0; page < sinks; page++) work(page);
+    for (int page = first; page < last; page++) work(page);
+  };
   auto each_partial = [&](auto work) {
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int page = first; page < last; page++) {
@@ -129,12 +157,18 @@ inline float softmax(float* scores, int first, int last, Mask mask, float cap, u
       work(page, (token <= mask.position) & (token >= begin));
     }
   };
+  const bool int8 = kv.int8;
+  if (int8)
+    each_page([&](int page) {
+      store(scores + page * PAGE, load<Floats>(scores + page * PAGE) * kv.key_scales(page));
+    });
   if (cap > 0.0f)
-    for (int page = first; page < last; page++) {
+    each_page([&](int page) {
       const Floats x = load<Floats>(scores + page * PAGE);  // -> cap * tanh(x / cap)
       store(scores + page * PAGE, cap * (2.0f * sigmoid(x * (2.0f / cap)) - 1.0f));
-    }
+    });
   Floats best = largest(scores, whole, rest);
+  if (sinks) best = max(best, largest(scores, 0, sinks));
   each_partial([&](int page, Ints seen) {
     best = max(best, seen ? load<Floats>(scores + page * PAGE) : all(-INFINITY));
   });
@@ -143,9 +177,10 @@ inline float softmax(float* scores, int first, int last, Mask mask, float cap, u
   auto weigh = [&](int page, Ints seen) {
     const Floats x = fma(load<Floats>(scores + page * PAGE), all(log2_e), all(-top));
     const Floats weight = seen ? roughly_exp2(x) : Floats{};
-    store(weights + page * PAGE, to_bf16(weight));
+    store(weights + page * PAGE, to_bf16(int8 ? weight * kv.value_scales(page) : weight));
     total = total + weight;
   };
+  for (int page = 0; page < sinks; page++) weigh(page, ~Ints{});
   for (int page = whole; page < rest; page++) weigh(page, ~Ints{});
   each_partial(weigh);
   return sum(total);
@@ -204,10 +239,16 @@ inline void score_rows(const HeadPages& kv, int first, int last, const uint16_t*
 }
 
 inline void mix_rows(const HeadPages& kv, int first, int last, const uint16_t* weights,
-                     size_t weight_stride, float* out, int out_stride) {
+                     size_t weight_stride, float* out, int out_stride, bool more) {
   for (int dim = 0; dim < kv.dims; dim += 4 * LANES) {
     const int tiles = std::min(4, (kv.dims - dim) / LANES);
     zero_sums();
+    if (more) {
+      _tile_loadd(0, out + dim, out_stride * 4);
+      if (tiles > 1) _tile_loadd(1, out + dim + LANES, out_stride * 4);
+      if (tiles > 2) _tile_loadd(2, out + dim + 2 * LANES, out_stride * 4);
+      if (tiles > 3) _tile_loadd(3, out + dim + 3 * LANES, out_stride * 4);
+    }
     for (int page = first; page < last; page++) {
       const uint16_t* values = kv.values(page) + 2 * dim;
       const int stride = kv.dims * 4;
@@ -261,9 +302,16 @@ inline void score_two(const HeadPages& kv, int first, int last, const uint16_t* 
 }
 
 inline void mix_two(const HeadPages& kv, int first, int last, const uint16_t* weights,
-                    size_t weight_stride, float* out, int out_stride) {
+                    size_t weight_stride, float* out, int out_stride, bool more) {
   for (int dim = 0; dim < kv.dims; dim += 2 * LANES) {
+    float *to = out + dim, *high = to + 16 * out_stride;
     zero_sums();
+    if (more) {
+      _tile_loadd(0, to, out_stride * 4);
+      _tile_loadd(1, to + LANES, out_stride * 4);
+      _tile_loadd(2, high, out_stride * 4);
+      _tile_loadd(3, high + LANES, out_stride * 4);
+    }
     for (int page = first; page < last; page++) {
       const uint16_t* values = kv.values(page) + 2 * dim;
       const uint16_t* low = weights + page * PAGE;
@@ -276,7 +324,6 @@ inline void mix_two(const HeadPages& kv, int first, int last, const uint16_t* we
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    float *to = out + dim, *high = to + 16 * out_stride;
     _tile_stored(0, to, out_stride * 4);
     _tile_stored(1, to + LANES, out_stride * 4);
     _tile_stored(2, high, out_stride * 4);
@@ -305,18 +352,18 @@ inline void score_rows(int rows, const HeadPages& kv, int first, int last, const
 }
 
 inline void mix_rows(int rows, const HeadPages& kv, int first, int last, const uint16_t* weights,
-                     size_t stride, float* out, int out_stride) {
+                     size_t stride, float* out, int out_stride, bool more) {
   for (int row = 0; row < rows;) {
     const int count = std::min(6, rows - row);
     const uint16_t* w = weights + row * stride;
     float* y = out + row * out_stride;
     switch (count) {
-      case 6: mix_pages<6>(kv, first, last, w, stride, y, out_stride); break;
-      case 5: mix_pages<5>(kv, first, last, w, stride, y, out_stride); break;
-      case 4: mix_pages<4>(kv, first, last, w, stride, y, out_stride); break;
-      case 3: mix_pages<3>(kv, first, last, w, stride, y, out_stride); break;
-      case 2: mix_pages<2>(kv, first, last, w, stride, y, out_stride); break;
-      default: mix_pages<1>(kv, first, last, w, stride, y, out_stride); break;
+      case 6: mix_pages<6>(kv, first, last, w, stride, y, out_stride, more); break;
+      case 5: mix_pages<5>(kv, first, last, w, stride, y, out_stride, more); break;
+      case 4: mix_pages<4>(kv, first, last, w, stride, y, out_stride, more); break;
+      case 3: mix_pages<3>(kv, first, last, w, stride, y, out_stride, more); break;
+      case 2: mix_pages<2>(kv, first, last, w, stride, y, out_stride, more); break;
+      default: mix_pages<1>(kv, first, last, w, stride, y, out_stride, more); break;
     }
     row += count;
   }
@@ -330,52 +377,100 @@ constexpr int TILE_ROWS = 24;
 struct AttentionTile {
   HeadPages kv;
   const uint16_t* queries;
+  const uint16_t* sink_queries;  // the same, turned for the sinks
   int rows, heads;
   int position;  // of the first row's token
-  int window;
+  int window, sinks;
   float cap;
   float* out;
   int out_stride;
   float* scores;
   uint16_t* weights;
+  uint16_t* widened;  // scratch: WIDENED pages of keys and values; not used with pages in bf16
 };
+
+constexpr int WIDENED = 16;  // pages that are widened at a time: they stay in the cache
+
+// Calls `work(pages, from, to, before)` for pages [first, last) of the tile in bf16: they are [from,
+// to) of `pages`, and `before` + these of the tile. Only the keys are there, or only the values.
+template <class Work>
+inline void in_bf16(const AttentionTile& t, int first, int last, bool values, const Work& work) {
+  if (first >= last) return;
+  if (!t.kv.int8) return work(t.kv, first, last, 0);
+  static constexpr int32_t IN_ORDER[WIDENED] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  const int numbers = t.kv.numbers();
+  const auto* pool = reinterpret_cast<const uint8_t*>(t.widened);
+  const HeadPages pages = {pool, size_t(4) * numbers, IN_ORDER, t.kv.dims, 0};
+  for (int page = first; page < last; page += WIDENED) {
+    const int count = std::min(WIDENED, last - page);
+    for (int i = 0; i < count; i++) {
+      const int8_t* from = values ? t.kv.value_bytes(page + i) : t.kv.key_bytes(page + i);
+      uint16_t* to = t.widened + (2 * i + values) * numbers;
+      for (int n = 0; n < numbers; n += LANES)
+        store(to + n, to_bf16(to_floats(__builtin_convertvector(load<Bytes>(from + n), Ints))));
+    }
+    work(pages, 0, count, page);
+  }
+}
+
+// Scores of pages [first, last), for all rows.
+inline void score_tile(const AttentionTile& t, const uint16_t* queries, int first, int last,
+                       size_t stride) {
+  in_bf16(t, first, last, false, [&](const HeadPages& kv, int from, int to, int before) {
+    float* scores = t.scores + before * PAGE;
+#ifdef __AMX_BF16__
+    for (int row = 0; row < t.rows; row += 32) {
+      const int rows = std::min(32, t.rows - row);
+      const AttentionShape shape(rows, true);
+      _tile_loadconfig(&shape);
+      (rows > 16 ? score_two : score_rows)(kv, from, to, queries + row * kv.dims,
+                                           scores + row * stride, stride);
+    }
+#else
+    score_rows(t.rows, kv, from, to, queries, scores, stride);
+#endif
+  });
+}
+
+// The sum over values of pages [first, last), for all rows; `more` = added to what is there.
+inline void mix_tile(const AttentionTile& t, int first, int last, size_t stride, bool more) {
+  in_bf16(t, first, last, true, [&](const HeadPages& kv, int from, int to, int before) {
+    const uint16_t* weights = t.weights + before * PAGE;
+    const bool adds = more || before > first;
+#ifdef __AMX_BF16__
+    for (int row = 0; row < t.rows; row += 32) {
+      const int rows = std::min(32, t.rows - row);
+      const AttentionShape shape(rows, false);
+      _tile_loadconfig(&shape);
+      (rows > 16 ? mix_two : mix_rows)(kv, from, to, weights + row * stride, stride,
+                                       t.out + row * t.out_stride, t.out_stride, adds);
+    }
+#else
+    mix_rows(t.rows, kv, from, to, weights, stride, t.out, t.out_stride, adds);
+#endif
+  });
+}
 
 // Tokens whose query heads make one tile.
 inline int tile_tokens(int heads) { return std::max(1, TILE_ROWS / heads); }
 
 inline void attend(const AttentionTile& t) {
   const int final_position = t.position + (t.rows - 1) / t.heads;
-  const int first = t.window ? std::max(0, t.position - t.window + 1) / PAGE : 0;
-  const int last = final_position / PAGE + 1;
+  const int begin = t.window ? std::max(0, t.position - t.window + 1) : 0;
+  const int last = final_position / PAGE + 1, sinks = std::min(t.sinks / PAGE, last);
+  const int first = begin <= t.sinks ? 0 : begin / PAGE;
   const size_t stride = apart<float>(size_t(last) * PAGE);
   float totals[TILE_ROWS_MAX];
-#ifdef __AMX_BF16__
-  for (int row = 0; row < t.rows; row += 32) {
-    const int rows = std::min(32, t.rows - row);
-    const AttentionShape shape(rows, true);
-    _tile_loadconfig(&shape);
-    (rows > 16 ? score_two : score_rows)(t.kv, first, last, t.queries + row * t.kv.dims,
-                                         t.scores + row * stride, stride);
-  }
-#else
-  score_rows(t.rows, t.kv, first, last, t.queries, t.scores, stride);
-#endif
+  score_tile(t, t.sink_queries, 0, sinks, stride);
+  score_tile(t, t.queries, std::max(first, sinks), last, stride);
   for (int row = 0; row < t.rows; row++) {
-    const Mask mask = {t.position + row / t.heads, t.window};
+    const Mask mask = {t.position + row / t.heads, t.window, t.sinks};
     float* scores = t.scores + row * stride;
-    totals[row] = softmax(scores, first, last, mask, t.cap, t.weights + row * stride);
+    totals[row] = softmax(t.kv, scores, first, last, mask, t.cap, t.weights + row * stride);
   }
-#ifdef __AMX_BF16__
-  for (int row = 0; row < t.rows; row += 32) {
-    const int rows = std::min(32, t.rows - row);
-    const AttentionShape shape(rows, false);
-    _tile_loadconfig(&shape);
-    (rows > 16 ? mix_two : mix_rows)(t.kv, first, last, t.weights + row * stride, stride,
-                                     t.out + row * t.out_stride, t.out_stride);
-  }
-#else
-  mix_rows(t.rows, t.kv, first, last, t.weights, stride, t.out, t.out_stride);
-#endif
+  mix_tile(t, 0, sinks, stride, false);
+  mix_tile(t, std::max(first, sinks), last, stride, sinks > 0);
   for (int row = 0; row < t.rows; row++)
     for (int d = 0; d < t.kv.dims; d += LANES) {
       float* at = t.out + row * t.out_stride + d;

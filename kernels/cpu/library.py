@@ -32,6 +32,8 @@ PHASES = (
     "down",
     "head",
 )
+WIDENED = 16  # pages of int8 that are widened at a time: `WIDENED` of attention.h
+SCALE_BYTES = 2 * 16 * 4  # behind a page of int8: for each token of the keys and of the values
 GROUP_MAX = 128  # query heads of one KV head: `TILE_ROWS_MAX` of attention.h
 _POINTER = ctypes.c_void_p
 
@@ -56,7 +58,7 @@ class Layer(ctypes.Structure):
         *((name, Matrix) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, _POINTER) for name in ("attention_norm", "query_norm", "key_norm")),
         *((name, _POINTER) for name in ("attention_post_norm", "mlp_norm", "mlp_post_norm")),
-        *((name, ctypes.c_int32) for name in ("window", "local")),
+        *((name, ctypes.c_int32) for name in ("window", "sinks", "local")),
     ]
 
 
@@ -76,6 +78,7 @@ class Model(ctypes.Structure):
         ("head", Matrix),
         *((name, _POINTER) for name in ("cosines", "sines", "local_cosines", "local_sines")),
         ("pages", _POINTER),
+        ("int8_pages", ctypes.c_int32),
     ]
 
 
@@ -86,14 +89,13 @@ class AttentionTile(ctypes.Structure):
         ("pool", _POINTER),
         ("page_stride", ctypes.c_size_t),
         ("table", _POINTER),
-        ("dims", ctypes.c_int),
-        ("queries", _POINTER),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "position", "window")),
+        *((name, ctypes.c_int) for name in ("dims", "int8")),
+        *((name, _POINTER) for name in ("queries", "sink_queries")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "position", "window", "sinks")),
         ("cap", ctypes.c_float),
         ("out", _POINTER),
         ("out_stride", ctypes.c_int),
-        ("scores", _POINTER),
-        ("weights", _POINTER),
+        *((name, _POINTER) for name in ("scores", "weights", "widened")),
     ]
 
 

@@ -31,6 +31,7 @@ struct Layer {
   // [hidden] and [dims]; null = none, or folded into the matrix that follows
   const float *attention_norm, *query_norm, *key_norm, *attention_post_norm, *mlp_norm, *mlp_post_norm;
   int32_t window;  // 0 = none
+  int32_t sinks;   // tokens before the window that stay in sight; a multiple of 16
   int32_t local;   // whether it turns by the second table
 };
 
@@ -49,7 +50,10 @@ struct Model {
   Matrix head;
   const float *cosines, *sines;              // [positions][rotary_dims / 2]
   const float *local_cosines, *local_sines;
-  uint16_t* pages;  // [pages][layers][kv_heads][2][dims_padded * 16]
+  // [pages][layers][kv_heads]: keys and values, dims_padded * 16 each; in bytes with 16 scales each
+  // behind them, or in bf16.
+  uint8_t* pages;
+  int32_t int8_pages;
 };
 
 struct Span {      // consecutive tokens of one sequence
@@ -57,6 +61,7 @@ struct Span {      // consecutive tokens of one sequence
   int32_t rows;
   int32_t position;
   int32_t table;   // where its pages begin in `Step::tables`
+  int32_t dropped; // pages out of sight, between the sinks and the window, that are not in its table
 };
 
 struct Step {
@@ -161,11 +166,15 @@ class Decoder {
   };
   struct Own {  // scratch of one thread
     Buffer<float> row, scores, logits;
-    Buffer<uint16_t> weights;
+    Buffer<uint16_t> weights, widened;
   };
 
   int group() const { return m_.heads / m_.kv_heads; }
-  size_t page_stride() const { return size_t(m_.num_layers) * m_.kv_heads * 2 * m_.dims_padded * PAGE; }
+  size_t page_bytes() const {  // of one layer and head
+    const size_t numbers = size_t(2) * m_.dims_padded * PAGE;
+    return m_.int8_pages ? numbers + 2 * PAGE * sizeof(float) : numbers * sizeof(uint16_t);
+  }
+  size_t page_stride() const { return m_.num_layers * m_.kv_heads * page_bytes(); }
 
   // --- before and after: on the caller's thread ---
 
@@ -176,6 +185,8 @@ class Decoder {
     const int widest_output = std::max({layers_[0].qkv.out, 2 * m_.inner_padded, m_.hidden_padded});
     wide_.room(rows * apart<float>(widest_output));
     queries_.room(rows * m_.heads * m_.dims_padded);
+    for (const Layer& l : layers_)
+      if (l.sinks) sink_queries_.room(rows * m_.heads * m_.dims_padded);
     attended_.room(rows * m_.heads * m_.dims_padded);
     places_.resize(s.rows);
     for (int i = 0; i < s.spans; i++)
@@ -216,7 +227,7 @@ class Decoder {
       for (int head = 0; head < m_.kv_heads; head++)
         for (int first = (s.span[i].rows - 1) / tile * tile; first >= 0; first -= tile)
           tasks_.push_back({i, head, first, std::min(tile, s.span[i].rows - first)});
-    auto length = [&](const Task& t) { return s.span[t.span].position + s.span[t.span].rows; };
+    auto length = [&](const Task& t) { return in_view(s.span[t.span]) + s.span[t.span].rows; };
     std::stable_sort(tasks_.begin(), tasks_.end(),
                      [&](const Task& a, const Task& b) { return length(a) > length(b); });
     std::vector<Task> dealt;
@@ -227,6 +238,7 @@ class Decoder {
     for (Own& own : own_) {
       own.scores.room(tile * group() * tokens);
       own.weights.room(tile * group() * tokens);
+      if (m_.int8_pages) own.widened.room(size_t(WIDENED) * 2 * m_.dims_padded * PAGE);
     }
   }
 
@@ -255,7 +267,7 @@ class Decoder {
         normalize(hidden(row), l.attention_norm, row, l.qkv, rank);
       });
       multiply(i, QKV, rank, l.qkv, wide_.get(), apart<float>(l.qkv.out), false);
-      each(i, ROPE, rank, [&](int row) { turn(i, row); });
+      each(i, ROPE, rank, [&](int row) { turn(i, row, rank); });
       each(i, ATTENTION, rank, [&](int task) { attend_task(i, tasks_[task], rank); });
       each(i, OUT_INPUT, rank, [&](int row) { gather(row, l.attention_out, rank); });
       multiply_into_hidden(i, OUT, rank, l.attention_out, l.attention_post_norm);
@@ -364,38 +376,77 @@ class Decoder {
   }
 
   // Queries, keys and values of a row: normalized, turned, put where attention reads them.
-  void turn(int layer, int row) {
+  void turn(int layer, int row, int rank) {
     const Layer& l = layers_[layer];
     const Span& span = step_->span[places_[row]];
     const int position = span.position + row - span.row, d = m_.dims_padded;
-    const size_t at = size_t(position) * (m_.rotary_dims / 2);
-    const float* cosines = (l.local ? m_.local_cosines : m_.cosines) + at;
-    const float* sines = (l.local ? m_.local_sines : m_.sines) + at;
-    float* x = wide_.get() + row * apart<float>(l.qkv.out);
+    const Angles angles = angles_at(l, position);
+    // As far from the sinks as if nothing had been between them and the window.
+    const Angles near = l.sinks ? angles_at(l, std::min(position, l.sinks + l.window - 1)) : angles;
+    float *x = wide_.get() + row * apart<float>(l.qkv.out), *own = own_[rank].row.get();
     for (int head = 0; head < m_.heads; head++, x += d) {
-      rotate(x, l.query_norm, cosines, sines);
-      uint16_t* to = query(head / group(), row) + (head % group()) * d;
-      for (int i = 0; i < d; i += LANES) store(to + i, to_bf16(load<Floats>(x + i) * m_.query_scale));
-    }
-    const int page = step_->tables[span.table + position / PAGE], slot = position % PAGE;
-    for (int head = 0; head < m_.kv_heads; head++, x += d) {
-      rotate(x, l.key_norm, cosines, sines);
-      uint16_t* keys = pages(layer, head) + page * page_stride();
-      uint16_t* values = keys + size_t(d) * PAGE;
-      const float* v = x + size_t(m_.kv_heads) * d;
-      for (int i = 0; i < d; i += LANES) {
-        uint16_t k[LANES], u[LANES];
-        store(k, to_bf16(load<Floats>(x + i)));
-        store(u, to_bf16(load<Floats>(v + i)));
-        for (int j = 0; j < LANES; j++) {
-          keys[(i + j) / 2 * 2 * PAGE + 2 * slot + j % 2] = k[j];
-          values[slot / 2 * 2 * d + 2 * (i + j) + slot % 2] = u[j];
-        }
+      const size_t at = query_at(head / group(), row) + (head % group()) * d;
+      if (l.sinks) {
+        std::memcpy(own, x, d * sizeof(float));
+        rotate(own, l.query_norm, near);
+        put_query(sink_queries_.get() + at, own);
       }
+      rotate(x, l.query_norm, angles);
+      put_query(queries_.get() + at, x);
+    }
+    const int place = in_view(span) + row - span.row;
+    const int page = step_->tables[span.table + place / PAGE];
+    for (int head = 0; head < m_.kv_heads; head++, x += d) {
+      rotate(x, l.key_norm, angles);
+      uint8_t* to = pages(layer, head) + page * page_stride();
+      put_pair(to, place % PAGE, x, x + size_t(m_.kv_heads) * d, own);
     }
   }
 
-  void rotate(float* x, const float* gain, const float* cosines, const float* sines) {
+  struct Angles {
+    const float *cosines, *sines;
+  };
+
+  Angles angles_at(const Layer& l, int position) const {
+    const size_t at = size_t(position) * (m_.rotary_dims / 2);
+    return {(l.local ? m_.local_cosines : m_.cosines) + at, (l.local ? m_.local_sines : m_.sines) + at};
+  }
+
+  void put_query(uint16_t* to, const float* x) {
+    for (int i = 0; i < m_.dims_padded; i += LANES)
+      store(to + i, to_bf16(load<Floats>(x + i) * m_.query_scale));
+  }
+
+  // Key and value of one token. `own` is scratch.
+  void put_pair(uint8_t* page, int slot, const float* key, const float* value, float* own) {
+    const int d = m_.dims_padded;
+    if (m_.int8_pages) {
+      auto *bytes = reinterpret_cast<int8_t*>(own), *to = reinterpret_cast<int8_t*>(page);
+      auto* scales = reinterpret_cast<float*>(page + size_t(2) * d * PAGE);
+      quantize(key, d, d, d, bytes, scales + slot);
+      quantize(value, d, d, d, bytes + d, scales + PAGE + slot);
+      for (int i = 0; i < d; i += LANES) put_lanes(to, slot, i, bytes + i, bytes + d + i);
+      return;
+    }
+    for (int i = 0; i < d; i += LANES) {
+      uint16_t k[LANES], v[LANES];
+      store(k, to_bf16(load<Floats>(key + i)));
+      store(v, to_bf16(load<Floats>(value + i)));
+      put_lanes(reinterpret_cast<uint16_t*>(page), slot, i, k, v);
+    }
+  }
+
+  template <class T>
+  void put_lanes(T* keys, int slot, int dim, const T* k, const T* v) {
+    const int d = m_.dims_padded;
+    T* values = keys + size_t(d) * PAGE;
+    for (int j = 0; j < LANES; j++) {
+      keys[(dim + j) / 2 * 2 * PAGE + 2 * slot + j % 2] = k[j];
+      values[slot / 2 * 2 * d + 2 * (dim + j) + slot % 2] = v[j];
+    }
+  }
+
+  void rotate(float* x, const float* gain, const Angles& angles) {
     if (gain) {
       const float scale = inverse_rms(x, m_.dims, m_.dims_padded, m_.eps);
       for (int i = 0; i < m_.dims; i++) x[i] = x[i] * scale * gain[i];
@@ -403,38 +454,45 @@ class Decoder {
     const int half = m_.rotary_dims / 2;
     for (int i = 0; i < half; i++) {
       const float a = x[i], b = x[i + half];
-      x[i] = a * cosines[i] - b * sines[i];
-      x[i + half] = b * cosines[i] + a * sines[i];
+      x[i] = a * angles.cosines[i] - b * angles.sines[i];
+      x[i + half] = b * angles.cosines[i] + a * angles.sines[i];
     }
   }
 
-  uint16_t* query(int kv_head, int row) {
-    return queries_.get() + (size_t(kv_head) * step_->rows + row) * group() * m_.dims_padded;
+  // The place of a span's first token among those that its table holds.
+  static int in_view(const Span& span) { return span.position - span.dropped * PAGE; }
+
+  size_t query_at(int kv_head, int row) const {
+    return (size_t(kv_head) * step_->rows + row) * group() * m_.dims_padded;
   }
 
   float* attended(int kv_head, int row) {
-    return attended_.get() + (size_t(kv_head) * step_->rows + row) * group() * m_.dims_padded;
+    return attended_.get() + query_at(kv_head, row);
   }
 
-  uint16_t* pages(int layer, int kv_head) {
-    return m_.pages + (size_t(layer) * m_.kv_heads + kv_head) * 2 * m_.dims_padded * PAGE;
+  uint8_t* pages(int layer, int kv_head) {
+    return m_.pages + (size_t(layer) * m_.kv_heads + kv_head) * page_bytes();
   }
 
   void attend_task(int layer, const Task& task, int rank) {
     const Span& span = step_->span[task.span];
     const int row = span.row + task.first;
     AttentionTile t;
-    t.kv = {pages(layer, task.kv_head), page_stride(), step_->tables + span.table, m_.dims_padded};
-    t.queries = query(task.kv_head, row);
+    t.kv = {pages(layer, task.kv_head), page_stride(), step_->tables + span.table, m_.dims_padded,
+            m_.int8_pages};
+    t.queries = queries_.get() + query_at(task.kv_head, row);
+    t.sink_queries = layers_[layer].sinks ? sink_queries_.get() + query_at(task.kv_head, row) : nullptr;
     t.rows = task.rows * group();
     t.heads = group();
-    t.position = span.position + task.first;
+    t.position = in_view(span) + task.first;
     t.window = layers_[layer].window;
+    t.sinks = layers_[layer].sinks;
     t.cap = m_.attention_cap;
     t.out = attended(task.kv_head, row);
     t.out_stride = m_.dims_padded;
     t.scores = own_[rank].scores.get();
     t.weights = own_[rank].weights.get();
+    t.widened = own_[rank].widened.get();
     attend(t);
   }
 
@@ -505,7 +563,7 @@ class Decoder {
   std::vector<Task> tasks_;
   std::vector<Best> best_;  // [sampled][parts of the head]
   Buffer<float> hidden_, wide_, attended_, scales_;
-  Buffer<uint16_t> queries_;
+  Buffer<uint16_t> queries_, sink_queries_;
   Buffer<int8_t> bytes_;
   std::chrono::steady_clock::time_point clock_;
 };

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.gpu_worker.block_pool import BlockPool
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from services.gpu_worker.pace import Pace
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
@@ -55,11 +56,18 @@ class Batcher:
     """
 
     def __init__(
-        self, pool: BlockPool, pace: Pace, *, max_legs: int, max_batched_tokens: int
+        self,
+        pool: BlockPool,
+        pace: Pace,
+        *,
+        max_legs: int,
+        max_batched_tokens: int,
+        policy: KvPolicy = FULL,
     ) -> None:
         assert max_batched_tokens >= max_legs >= 1
         self.pool = pool
         self.pace = pace
+        self.policy = policy
         self.max_legs = max_legs
         self.max_batched_tokens = max_batched_tokens
         self.waiting: list[Entry] = []
@@ -161,6 +169,8 @@ class Batcher:
                 sequence.output_ids.append(outcome.token_id)
                 self._entries[sequence].alone = False  # it has done no harm where harm was feared
             self._name_full_blocks(sequence, first_block)
+            if self.policy.lossy:
+                self._drop_out_of_sight(sequence)
 
     def check_integrity(self) -> None:
         """Assert that the blocks of the running sequences are all the used blocks there are."""
@@ -208,14 +218,18 @@ class Batcher:
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the known prefix whose logits nobody needs."""
         self._extend_names(sequence)
-        reusable = sequence.num_skippable // self.pool.block_size
-        return self.pool.lookup(sequence.block_hashes[:reusable])
+        return self.pool.lookup(sequence.block_hashes[: self._num_reusable(sequence)])
+
+    def _num_reusable(self, sequence: Sequence) -> int:
+        return 0 if sequence.private else sequence.num_skippable // self.pool.block_size
 
     def _next_name(self, sequence: Sequence, cached: list[int]) -> BlockHash | None:
-        reusable = sequence.num_skippable // self.pool.block_size
-        return sequence.block_hashes[len(cached)] if len(cached) < reusable else None
+        more = len(cached) < self._num_reusable(sequence)
+        return sequence.block_hashes[len(cached)] if more else None
 
     def _names_to_come(self, sequence: Sequence) -> Iterable[BlockHash]:
+        if sequence.private:
+            return []
         return sequence.block_hashes[sequence.num_computed_tokens // self.pool.block_size :]
 
     # --- blocks ---
@@ -245,10 +259,25 @@ class Batcher:
         entry.running = False
         self.pool.release(sequence.block_table)
         sequence.block_table = []
+        sequence.num_dropped_blocks = 0
         sequence.num_computed_tokens = 0
 
     def _blocks_for(self, sequence: Sequence) -> int:
-        return -(-sequence.num_tokens // self.pool.block_size)
+        """For all known ids, or as many as it ever holds."""
+        count = -(-sequence.num_tokens // self.pool.block_size) - sequence.num_dropped_blocks
+        return min(count, self.policy.blocks_max) if self.policy.lossy else count
+
+    def _drop_out_of_sight(self, sequence: Sequence) -> None:
+        """Give back what nobody will see, or go on in it: a long prompt needs no more blocks."""
+        policy, table = self.policy, sequence.block_table
+        out = policy.num_out_of_sight(sequence.num_computed_tokens)
+        place = slice(policy.sink_blocks, policy.sink_blocks + out - sequence.num_dropped_blocks)
+        dropped = table[place]
+        del table[place]
+        sequence.num_dropped_blocks = out
+        wanted = max(0, self._blocks_for(sequence) - len(table))
+        table += dropped[:wanted]
+        self.pool.release(dropped[wanted:])
 
     def _extend_names(self, sequence: Sequence) -> None:
         names, size = sequence.block_hashes, self.pool.block_size
@@ -259,7 +288,8 @@ class Batcher:
 
     def _name_full_blocks(self, sequence: Sequence, first: int) -> None:
         end = sequence.num_computed_tokens // self.pool.block_size
-        if first < end:
-            self._extend_names(sequence)
+        if sequence.private or first == end:
+            return
+        self._extend_names(sequence)
         for index in range(first, end):
             self.pool.name(sequence.block_table[index], sequence.block_hashes[index], sequence.salt)

@@ -44,6 +44,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     num_threads: Natural = 0  # of the engine's kernels; 0 = its share of the CPUs
     num_blocks: Count | None = None  # None = as many as fit in `kv_bytes_max`
     kv_bytes_max: Count = 1 << 30  # bytes of KV memory; 1 GiB holds 45 Ki ids of the default model
+    kv_dtype: Literal["auto", "bf16", "int8"] = "auto"  # of K and V; auto = what is computed in;
+    # int8, with a scale per token and head, holds about twice as many ids
+    kv_policy: Literal["full", "window", "sinks"] = "full"  # others drop ids: docs/quality.md
+    kv_window: Natural = 0  # ids that an id sees under `window` and `sinks`, itself included
+    kv_sinks: Count = 4  # first ids that `sinks` keeps in sight, rounded up to whole blocks of 16
     packed_dir: str = ""  # int8 weights ready to map; "" = .cache/packed of the checkout
     packed_bytes_max: Natural = 8 << 30  # there; what was used last stays; 0 = keep none
     max_model_len: Count | None = None  # ids; None = what the model was trained for
@@ -70,6 +75,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.max_batched_tokens < self.max_legs:
             raise ValueError("max_batched_tokens must not be below max_legs: each leg decodes one")
+        if (self.kv_policy == "full") != (self.kv_window == 0):
+            raise ValueError("kv_window is for kv_policy window and sinks, which need one")
+        if self.engine == "sim" and (self.kv_policy, self.kv_dtype) != ("full", "auto"):
+            raise ValueError("kv_policy and kv_dtype are for a model; the simulated one has no KV")
 
 
 class EngineLaunch(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -51,7 +51,9 @@ class EngineCore:
         self.counters: Counter[str] = Counter()
         self.term = 0  # highest scheduler term heard
         self.num_steps = 0
-        self.max_model_len = min(spec.max_model_len, spec.num_blocks * spec.block_size)
+        held = spec.num_blocks * spec.block_size  # at once; one that drops blocks may be longer
+        lossy = spec.kv_policy.lossy
+        self.max_model_len = spec.max_model_len if lossy else min(spec.max_model_len, held)
         eviction = Eviction(
             spec.num_blocks,
             by_use=config.eviction == "lfu",
@@ -64,6 +66,7 @@ class EngineCore:
             Pace(config.slowdown_max),
             max_legs=config.max_legs,
             max_batched_tokens=config.max_batched_tokens,
+            policy=spec.kv_policy,
         )
         self._runner = runner
         self._execution = Execution(runner, self.counters)
@@ -178,6 +181,7 @@ class EngineCore:
             prompt_ids=prompt_ids,
             sampling=submit.sampling,
             salt=submit.salt,
+            private=self.spec.kv_policy.lossy,
             output_ids=output_ids,
             block_hashes=[names[i : i + HASH_SIZE] for i in range(0, len(names), HASH_SIZE)],
             # They ride with the first id: who has an id has them.

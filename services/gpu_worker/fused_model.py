@@ -2,7 +2,7 @@
 
 from services.gpu_worker.models.decoder import DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder, Span
-from services.gpu_worker.models.fused_weights import head_dim_of
+from services.gpu_worker.models.fused_weights import page_bytes
 from services.gpu_worker.runner import Scheduled
 from services.gpu_worker.scoring import Logits
 from shared.kv import BLOCK_SIZE
@@ -29,12 +29,13 @@ class FusedModel:
 
 
 def fused_block_bytes(config: DecoderConfig) -> int:
-    """Size of one KV block over all layers, in bf16."""
-    return config.num_layers * config.num_kv_heads * 2 * BLOCK_SIZE * head_dim_of(config) * 2
+    """Size of one KV block over all layers."""
+    return config.num_layers * config.num_kv_heads * page_bytes(config)
 
 
 def _span(row: Scheduled) -> Span:
     sequence, start = row.sequence, row.sequence.num_computed_tokens
-    num_blocks = -(-(start + row.num_tokens) // BLOCK_SIZE)
+    dropped = sequence.num_dropped_blocks
+    num_blocks = -(-(start + row.num_tokens) // BLOCK_SIZE) - dropped
     ids = sequence.ids_from(start, row.num_tokens)
-    return Span(ids, start, sequence.block_table[:num_blocks])
+    return Span(ids, start, sequence.block_table[:num_blocks], dropped)

@@ -4,12 +4,14 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import NotRequired, TypedDict, Unpack
 
+import msgspec
 import torch
 
 from kernels.cpu.library import BuildError, cpu_flags, library
 from services.gpu_worker.fused_model import FusedModel, fused_block_bytes
+from services.gpu_worker.kv_policy import FULL, POSITIONS_MAX, KvPolicy
 from services.gpu_worker.loader import load_model
 from services.gpu_worker.loader.packed import NO_CACHE, PackedCache
 from services.gpu_worker.loader.source import Source
@@ -20,7 +22,7 @@ from services.gpu_worker.runner import ModelSpec, Outcome, Scheduled, StepModel
 from services.gpu_worker.sampler import Sampler, reads
 from services.gpu_worker.scoring import score
 from services.gpu_worker.sequence import Score, Sequence
-from services.gpu_worker.torch_model import TorchModel
+from services.gpu_worker.torch_model import TorchModel, block_bytes
 from shared.kv import BLOCK_SIZE
 from shared.log import log
 from shared.model_files import read_model
@@ -43,6 +45,8 @@ class RunnerSettings(TypedDict):
     max_model_len: int | None  # None = what the model was trained for, if the pool holds it
     num_threads: int  # of torch
     step_threads: int  # of the compiled step
+    kv_dtype: NotRequired[str]  # "auto", "bf16" or "int8"
+    kv_policy: NotRequired[KvPolicy]
 
 
 def load_runner(
@@ -67,6 +71,8 @@ def load_runner(
     progress(f"loading weights as {precision}")
     source = Source.of(path)
     config, weights = load_model(path, torch.float32 if int8 else dtype)
+    policy = settings.get("kv_policy", FULL)
+    config = with_policy(config, policy, settings.get("kv_dtype", "auto"))
     size = fused_block_bytes(config) if int8 else block_bytes(config, dtype)
     num_blocks = settings["num_blocks"]
     if num_blocks is None:
@@ -78,6 +84,7 @@ def load_runner(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         end_ids=files.end_ids,
+        kv_policy=policy,
     )
     model: StepModel
     if int8:
@@ -89,6 +96,12 @@ def load_runner(
     else:
         model = TorchModel(Decoder(config, weights, spec.max_model_len), num_blocks)
     return DecoderRunner(model, spec)
+
+
+def with_policy(config: DecoderConfig, policy: KvPolicy, kv_dtype: str) -> DecoderConfig:
+    """The model as a worker that was told so computes it."""
+    told = {"kv_dtype": kv_dtype, "kv_window": policy.window, "kv_sinks": policy.sinks}
+    return msgspec.structs.replace(config, **told)
 
 
 def computes_int8(settings: RunnerSettings) -> bool:
@@ -117,12 +130,32 @@ def _max_model_len(trained: int, num_blocks: int, settings: RunnerSettings) -> i
     longest = min(trained, num_blocks * BLOCK_SIZE)
     if longest < 1:
         raise ValueError(f"kv_bytes_max: {settings['kv_bytes_max']} bytes hold no block of KV")
+    policy = settings.get("kv_policy", FULL)
+    if policy.lossy:
+        return _len_of_bounded(trained, num_blocks, policy, settings["max_model_len"])
     asked = settings["max_model_len"]
     if asked is not None and not 1 <= asked <= longest:
         raise ValueError(
             f"max_model_len: {asked}, but the model was trained for {trained} and the KV pool "
             f"holds {num_blocks * BLOCK_SIZE} tokens"
         )
+    return longest if asked is None else asked
+
+
+def _len_of_bounded(trained: int, num_blocks: int, policy: KvPolicy, asked: int | None) -> int:
+    """Ids of a leg whose memory does not grow: with sinks more than the model was trained for."""
+    if policy.sinks + policy.window > trained:
+        raise ValueError(
+            f"kv_window: {policy.window} ids, {policy.sinks} of sinks: the model was trained for "
+            f"{trained}"
+        )
+    if policy.blocks_max > num_blocks:
+        raise ValueError(
+            f"kv_window: a leg takes {policy.blocks_max} blocks, but the KV pool has {num_blocks}"
+        )
+    longest = POSITIONS_MAX if policy.sinks else trained
+    if asked is not None and not 1 <= asked <= longest:
+        raise ValueError(f"max_model_len: {asked}, but under kv_policy at most {longest}")
     return longest if asked is None else asked
 
 
@@ -137,12 +170,6 @@ def compute_dtype(name: str) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     except KeyError:
         raise ValueError(f"dtype: {name!r} is not one of auto, fp32, bf16") from None
-
-
-def block_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Size of one KV block over all layers."""
-    per_token = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-    return BLOCK_SIZE * per_token * dtype.itemsize
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
@@ -249,5 +276,5 @@ def _opened_blocks(batch: list[Scheduled]) -> list[int]:
         start = sequence.num_computed_tokens
         last, filled = divmod(start + num_tokens, BLOCK_SIZE)
         if filled and start <= last * BLOCK_SIZE:
-            opened.append(sequence.block_table[last])
+            opened.append(sequence.block_table[last - sequence.num_dropped_blocks])
     return opened

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from msgspec import Struct
 
 from services.gpu_worker.faults import Fault
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from services.gpu_worker.sequence import Score, Sequence
 from shared.messages import TokenLogprobs
 
@@ -24,6 +25,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     block_bytes: int = 0  # K and V of one block over all layers; 0 = blocks cannot leave L1
     kv_dtype: str = ""  # of the values in it: bf16, fp32
     kv_fingerprint: bytes = b""  # 16 bytes: of all that the contents of a block depend on, but ids
+    kv_policy: KvPolicy = FULL
 
 
 class Scheduled(NamedTuple):

@@ -30,8 +30,10 @@ class Sequence:
     # Of full blocks, extended as ids come.
     block_hashes: list[BlockHash] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+    num_dropped_blocks: int = 0  # out of sight, behind those of sinks; not in `block_table`
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix found in L1 when first scheduled
+    private: bool = False  # a lossy policy computes it: its blocks are never named, so never shared
     scores: list[Score] | None = None  # of prompt ids 1, 2, ... so far; None = nobody asks
 
     @property

@@ -5,10 +5,10 @@ import ctypes
 import pytest
 import torch
 
-from kernels.cpu.library import AttentionTile, Matrix, library
+from kernels.cpu.library import WIDENED, AttentionTile, Matrix, library
 from kernels.cpu.pack import pack, pad_blocks, padded
 from kernels.cpu.rotation import rotation, spread
-from kernels.paged_attention import attention_reference
+from kernels.paged_attention import EVERYTHING, Sight, attention_reference
 
 PORTABLE = "x86-64-v3"  # neither dot instructions nor a matrix unit
 BUILDS = ["native", PORTABLE]
@@ -155,73 +155,91 @@ def elementwise(build, which, x):
 
 
 class Pages:
-    """One KV head of a sequence in shuffled pages, the free slots full of zeros."""
+    """One KV head of a sequence in shuffled pages, the free slots full of zeros. Of int8 the keys
+    and values are what the pages mean.
+    """
 
-    def __init__(self, tokens, dims):
+    def __init__(self, tokens, dims, int8=False):
         self.dims = padded(dims, 32)
-        self.keys, self.values = torch.randn(2, tokens, dims).bfloat16()
+        self.int8 = int8
+        pairs = torch.randn(2, tokens, dims).bfloat16()
+        if int8:
+            scales = torch.rand(2, tokens, 1) / 50
+            pairs = torch.randint(-127, 128, (2, tokens, dims)).float()
+        self.keys, self.values = pairs * scales if int8 else pairs
         count = -(-tokens // PAGE)
         self.table = torch.randperm(count + 2, dtype=torch.int32)[:count]
-        keys = torch.zeros(2, count * PAGE, self.dims, dtype=torch.bfloat16)
-        keys[0, :tokens, :dims], keys[1, :tokens, :dims] = self.keys, self.values
+        keys = torch.zeros(2, count * PAGE, self.dims, dtype=torch.int8 if int8 else torch.bfloat16)
+        keys[:, :tokens, :dims] = pairs
         k = keys[0].view(count, PAGE, self.dims // 2, 2).transpose(1, 2)
         v = keys[1].view(count, PAGE // 2, 2, self.dims).transpose(2, 3)
-        self.pool = torch.zeros(count + 2, 2, PAGE * self.dims, dtype=torch.bfloat16)
-        self.pool[self.table.long(), 0] = k.reshape(count, -1)
-        self.pool[self.table.long(), 1] = v.reshape(count, -1)
+        parts = [k.reshape(count, -1), v.reshape(count, -1)]
+        if int8:
+            wide = torch.zeros(2, count * PAGE)
+            wide[:, :tokens] = scales[..., 0]
+            parts += [part.reshape(count, PAGE).view(torch.int8) for part in wide]
+        self.pool = torch.zeros(count + 2, sum(p.shape[1] for p in parts), dtype=keys.dtype)
+        self.pool[self.table.long()] = torch.cat(parts, 1)
 
-    def attend(self, build, queries, window=0, cap=0.0):
+    def attend(self, build, queries, sight=EVERYTHING, cap=0.0):
         """`queries` [rows, heads, dims] are the last of the sequence."""
         rows, heads, dims = queries.shape
         wide = torch.zeros(rows * heads, self.dims, dtype=torch.bfloat16)
         wide[:, :dims] = queries.flatten(0, 1)
         out = torch.full((rows * heads, self.dims), 7.0)
         room = rows * heads * (len(self.table) + 1) * PAGE
+        widened = torch.empty(WIDENED * 2 * PAGE * self.dims, dtype=torch.bfloat16)
         scores, weights = torch.empty(room), torch.zeros(room, dtype=torch.bfloat16)
         tile = AttentionTile(
             pool=self.pool.data_ptr(),
-            page_stride=self.pool.stride(0),
+            page_stride=self.pool[0].nbytes,
             table=self.table.data_ptr(),
             dims=self.dims,
+            int8=self.int8,
             queries=wide.data_ptr(),
+            sink_queries=wide.data_ptr(),
             rows=rows * heads,
             heads=heads,
             position=len(self.keys) - rows,
-            window=window,
+            window=sight.window,
+            sinks=sight.sinks,
             cap=cap,
             out=out.data_ptr(),
             out_stride=self.dims,
             scores=scores.data_ptr(),
             weights=weights.data_ptr(),
+            widened=widened.data_ptr(),
         )
         library(build).shoal_attend(ctypes.byref(tile))
         return out[:, :dims].view(rows, heads, dims)
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("window", [0, 5, 40])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "sinks"), [(0, 0), (5, 0), (40, 0), (5, 32), (40, 16)])
 @pytest.mark.parametrize("cap", [0.0, 3.0])
 @pytest.mark.parametrize(
     ("tokens", "rows", "heads", "dims"),
     [(1, 1, 1, 16), (17, 1, 3, 64), (100, 5, 3, 64), (64, 16, 1, 20), (333, 5, 8, 128)],
 )
-def test_attention_is_its_formula(build, window, cap, tokens, rows, heads, dims):
+def test_attention_is_its_formula(build, int8, window, sinks, cap, tokens, rows, heads, dims):
     """But for weights and products in bf16."""
     torch.manual_seed(tokens)
-    pages = Pages(tokens, dims)
+    sight, pages = Sight(window, sinks), Pages(tokens, dims, int8)
     queries = (torch.randn(rows, heads, dims) * 0.3).bfloat16()
     expected = attention_reference(
-        queries.float(), pages.keys[:, None], pages.values[:, None], 1.0, cap, window
+        queries.float(), pages.keys[:, None], pages.values[:, None], 1.0, cap, sight
     )
-    found = pages.attend(build, queries, window, cap)
+    found = pages.attend(build, queries, sight, cap)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("window", [0, 40])
-def test_a_token_attends_alike_alone_and_in_a_tile(window):
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("sight", [Sight(), Sight(40), Sight(40, 16), Sight(275, 16)])
+def test_a_token_attends_alike_alone_and_in_a_tile(sight, int8):
     """Bit for bit: which tokens share a tile is chosen by the step."""
-    pages = Pages(200, 64)
+    pages = Pages(300, 64, int8)
     queries = torch.randn(10, 3, 64).bfloat16()
-    together = pages.attend("native", queries, window)
-    assert torch.equal(together[7:], pages.attend("native", queries[7:], window))
-    assert torch.equal(together[9:], pages.attend("native", queries[9:], window))
+    together = pages.attend("native", queries, sight)
+    assert torch.equal(together[7:], pages.attend("native", queries[7:], sight))
+    assert torch.equal(together[9:], pages.attend("native", queries[9:], sight))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.gated import gelu_and_mul, silu_and_mul
 from kernels.linear import Linear
-from kernels.paged_attention import AttentionGroup, paged_attention, write_kv
+from kernels.paged_attention import AttentionGroup, Sight, paged_attention, write_kv
 from kernels.rms_norm import rms_norm
 from kernels.rotary_embedding import rotary_embedding_
 from kernels.softcap import softcap
@@ -44,6 +44,40 @@ class DecoderConfig(Struct, frozen=True, kw_only=True):
     logits_softcap: float = 0.0
     embedding_scale: float = 1.0
     gelu: bool = False
+    # What a worker is told beside the model (`kv_policy.py`):
+    kv_dtype: str = "auto"  # of keys and values as they are kept: bf16, int8; auto = the model's
+    kv_window: int = 0  # tokens that a token sees at most; 0 = all that the model does
+    kv_sinks: int = 0  # first tokens that stay in sight nevertheless
+
+    @property
+    def kv_int8(self) -> bool:
+        return self.kv_dtype == "int8"
+
+    @property
+    def kinds(self) -> tuple["LayerKind", ...]:
+        """Of each layer. One whose own window is no larger than the policy's stays as it is."""
+        return tuple(
+            LayerKind(bool(own and self.local_rope), self._sight(own)) for own in self.windows
+        )
+
+    def _sight(self, own: int) -> Sight:
+        if not self.kv_window or 0 < own <= self.kv_window:
+            return Sight(own)
+        return Sight(self.kv_window, self.kv_sinks)
+
+
+class LayerKind(NamedTuple):
+    """What tells the attention of one layer from another's."""
+
+    local: bool  # turns by `local_rope`
+    sight: Sight
+
+
+class Turns(NamedTuple):
+    """Rotary factors of a step's rows, and of their queries where these meet the sinks."""
+
+    rows: Tensor
+    sinks: Tensor | None
 
 
 class Matrix(NamedTuple):
@@ -86,14 +120,14 @@ class StepInput(NamedTuple):
     ids: Tensor  # int64 [rows]
     positions: Tensor  # int64 [rows]
     slots: Tensor  # int64 [rows]: where each row's K and V go
-    groups: dict[int, list[AttentionGroup]]  # by window; each list covers all rows
+    groups: dict[Sight, list[AttentionGroup]]  # each list covers all rows
 
 
 class _Layer:
     """One layer, its matrices packed."""
 
     def __init__(
-        self, config: DecoderConfig, weights: LayerWeights, window: int, dtype: torch.dtype
+        self, config: DecoderConfig, weights: LayerWeights, kind: LayerKind, dtype: torch.dtype
     ) -> None:
         self._config = config
         self._dtype = dtype
@@ -106,18 +140,18 @@ class _Layer:
         self._gate_up = Linear(*weights.gate_up())
         self._down = Linear(*weights.down())
         self._gated = gelu_and_mul if config.gelu else silu_and_mul
-        self.window = window
+        self.kind = kind
 
-    def add_to(self, hidden: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> None:
+    def add_to(self, hidden: Tensor, turns: Turns, step: StepInput, cache: Tensor) -> None:
         """Add what this layer says to the residual `hidden` [rows, hidden]."""
         x = self._normalized(hidden, self._attention_norm)
-        out = self._attention_out(self._attention(self._qkv(x), factors, step, cache))
+        out = self._attention_out(self._attention(self._qkv(x), turns, step, cache))
         hidden += self._post_normalized(out, self._attention_post_norm)
         x = self._normalized(hidden, self._mlp_norm)
         out = self._down(self._gated(self._gate_up(x)))
         hidden += self._post_normalized(out, self._mlp_post_norm)
 
-    def _attention(self, qkv: Tensor, factors: Tensor, step: StepInput, cache: Tensor) -> Tensor:
+    def _attention(self, qkv: Tensor, turns: Turns, step: StepInput, cache: Tensor) -> Tensor:
         config = self._config
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)
         queries = heads[:, : config.num_heads]
@@ -126,11 +160,15 @@ class _Layer:
             queries.copy_(self._normalized(queries.float(), self._query_norm))
         if self._key_norm is not None:
             keys.copy_(self._normalized(keys.float(), self._key_norm))
-        rotary_embedding_(heads[:, : -config.num_kv_heads], factors)
+        sink_queries = None
+        if turns.sinks is not None:
+            sink_queries = queries.clone()
+            rotary_embedding_(sink_queries, turns.sinks)
+        rotary_embedding_(heads[:, : -config.num_kv_heads], turns.rows)
         write_kv(heads[:, config.num_heads :], cache, step.slots)
-        groups = step.groups[self.window]
+        groups = step.groups[self.kind.sight]
         scale, cap = config.query_scale, config.attention_softcap
-        return paged_attention(queries, cache, groups, scale, cap).flatten(1)
+        return paged_attention(queries, cache, groups, scale, cap, sink_queries).flatten(1)
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.rms_eps).to(self._dtype)
@@ -147,27 +185,27 @@ class Decoder:
         self._embedding = weights.embedding()
         self.dtype = self._embedding.dtype
         self._layers = [
-            _Layer(config, layer, window, self.dtype)
-            for layer, window in zip(weights.layers, config.windows, strict=True)
+            _Layer(config, layer, kind, self.dtype)
+            for layer, kind in zip(weights.layers, config.kinds, strict=True)
         ]
         self._norm = weights.norm
         self._lm_head = Linear(weights.lm_head())
         self._rotary = config.rope.table(max_model_len)
         local = config.local_rope
         self._local_rotary = local.table(max_model_len) if local else self._rotary
+        self._kinds = {*config.kinds}
 
     def forward(self, step: StepInput, kv_pool: Tensor) -> Tensor:
         """Writes the step's K and V into `kv_pool` [layers, 2, kv_heads, blocks, block_size,
         head_dim]; returns the last hidden state fp32 [rows, hidden].
         """
         config = self.config
-        whole = self._rotary[step.positions]
-        local = self._local_rotary[step.positions] if config.local_rope else whole
+        turns = {kind: self._turns(kind, step.positions) for kind in self._kinds}
         hidden = self._embedding[step.ids].float()
         if config.embedding_scale != 1:
             hidden *= config.embedding_scale
         for layer, cache in zip(self._layers, kv_pool, strict=True):
-            layer.add_to(hidden, local if layer.window else whole, step, cache)
+            layer.add_to(hidden, turns[layer.kind], step, cache)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -175,3 +213,14 @@ class Decoder:
         config = self.config
         x = rms_norm(hidden, self._norm, config.rms_eps).to(self.dtype)
         return softcap(self._lm_head(x).float(), config.logits_softcap)
+
+    def _turns(self, kind: LayerKind, positions: Tensor) -> Turns:
+        """Of rows at `positions`. They count inside the cache (StreamingLLM, Xiao et al., 2023):
+        where ids between sinks and window are out of sight, a query is as far from the sinks as if
+        nothing had been between. Keys need not be turned again: what is in the window stays as far
+        apart as it was.
+        """
+        table = self._local_rotary if kind.local else self._rotary
+        window, sinks = kind.sight
+        near = table[positions.clamp(max=sinks + window - 1)] if sinks else None
+        return Turns(table[positions], near)

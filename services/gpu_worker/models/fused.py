@@ -2,7 +2,7 @@
 
 The same model as `decoder.py`, which is its oracle. Weights are rounded to int8 per output,
 activations to 8 bits per row (per group of inputs where the residual is written), sums are exact, K
-and V are bf16.
+and V are bf16, or int8 with a scale per token and head.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.cpu import library as c
 from kernels.cpu.pack import PANEL, padded
 from services.gpu_worker.models.decoder import DecoderConfig
-from services.gpu_worker.models.fused_weights import Arrays, head_dim_of
+from services.gpu_worker.models.fused_weights import Arrays, head_dim_of, page_bytes
 from services.gpu_worker.models.rope import Rope
 from services.gpu_worker.scoring import Logits
 
@@ -28,14 +28,15 @@ class Span(NamedTuple):
     ids: list[int]
     position: int  # of the first
     blocks: list[int]
+    dropped: int = 0  # blocks out of sight, behind those of sinks, that are not among `blocks`
 
 
 class FusedDecoder:
     """`FusedDecoder(config, arrays, max_model_len, num_blocks, num_threads)`.
 
-    Computes with the arrays where they lie, and owns the KV blocks. One call at a time. Raises
-    `kernels.cpu.library.BuildError` where the library cannot be had, `ValueError` for more query
-    heads per key head than it has room for.
+    Computes with the arrays where they lie, and owns the KV blocks, in bf16 or in int8. One call at
+    a time. Raises `kernels.cpu.library.BuildError` where the library cannot be had, `ValueError`
+    for more query heads per key head than it has room for.
     """
 
     def __init__(
@@ -55,8 +56,11 @@ class FusedDecoder:
         self._kept: list[Tensor] = []  # and of these
         self._head_dim = head_dim_of(config)
         # Zeros that cost nothing until they are used: torch would write 1 GiB of them, 0.6 s.
-        dims = (num_blocks, config.num_layers, config.num_kv_heads, 2, self._head_dim * 16)
-        self.pool = torch.from_numpy(np.zeros(dims, np.uint16)).view(torch.bfloat16)
+        heads = (num_blocks, config.num_layers, config.num_kv_heads)
+        zeros = np.zeros((*heads, page_bytes(config)), np.uint8)
+        self.pool = torch.from_numpy(zeros)
+        if not config.kv_int8:
+            self.pool = self.pool.view(torch.bfloat16)
         self._library.shoal_large_pages(self.pool.data_ptr(), self.pool.nbytes)
         model = self._model(max_model_len)
         self._handle: int | None = self._library.shoal_open(ctypes.byref(model), num_threads)
@@ -73,7 +77,7 @@ class FusedDecoder:
         """Compute all rows, spans one after the other, and store their K and V."""
         ids, places, tables = array("i"), array("i"), array("i")
         for span in spans:
-            places.extend((len(ids), len(span.ids), span.position, len(tables)))
+            places.extend((len(ids), len(span.ids), span.position, len(tables), span.dropped))
             ids.extend(span.ids)
             tables.extend(span.blocks)
         step = c.Step(
@@ -116,10 +120,10 @@ class FusedDecoder:
     def _model(self, max_model_len: int) -> c.Model:
         config = self.config
         layers = (c.Layer * config.num_layers)()
-        for index, window in enumerate(config.windows):
+        for index, (local, sight) in enumerate(config.kinds):
             self._fill(layers[index], f"layers.{index}.")
-            layers[index].window = window
-            layers[index].local = bool(window and config.local_rope)
+            layers[index].window, layers[index].sinks = sight
+            layers[index].local = local
         cosines, sines = local_cosines, local_sines = self._angles(config.rope, max_model_len)
         if config.local_rope:
             local_cosines, local_sines = self._angles(config.local_rope, max_model_len)
@@ -149,6 +153,7 @@ class FusedDecoder:
             local_cosines=local_cosines,
             local_sines=local_sines,
             pages=self.pool.data_ptr(),
+            int8_pages=config.kv_int8,
         )
 
     def _fill(self, into: c.Layer, prefix: str) -> None:

@@ -13,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu.library import SCALE_BYTES
 from kernels.cpu.pack import pack, pad_blocks, padded
 from kernels.cpu.rotation import rotation, spread
 from services.gpu_worker.models.decoder import DecoderConfig, DecoderWeights, LayerWeights, Matrix
+from shared.kv import BLOCK_SIZE
 
 Arrays = Mapping[str, NDArray[Any]]
 """`embedding` u16 [vocab, hidden]; `norm`, `layers.0.attention_norm`, ... fp32; the parts of
@@ -40,6 +42,12 @@ def pack_weights(config: DecoderConfig, weights: DecoderWeights) -> Arrays:
 def head_dim_of(config: DecoderConfig) -> int:
     """Dims of a head as it is stored."""
     return padded(config.head_dim, HEAD_STEP)
+
+
+def page_bytes(config: DecoderConfig) -> int:
+    """Bytes of the keys and values of one head in a block."""
+    numbers = 2 * BLOCK_SIZE * head_dim_of(config)
+    return numbers + SCALE_BYTES if config.kv_int8 else 2 * numbers
 
 
 class _Packing:

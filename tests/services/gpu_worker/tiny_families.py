@@ -7,8 +7,9 @@ import torch
 import transformers
 
 from services.gpu_worker.fused_model import FusedModel
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from services.gpu_worker.loader import load_model
-from services.gpu_worker.model_runner import DecoderRunner
+from services.gpu_worker.model_runner import DecoderRunner, with_policy
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder
 from services.gpu_worker.models.fused_weights import pack_weights
@@ -133,29 +134,41 @@ class Watched(TorchModel):
         return logits
 
 
-def runner_of(path: Any, dtype: torch.dtype = torch.float32) -> DecoderRunner:
+def runner_of(
+    path: Any,
+    dtype: torch.dtype = torch.float32,
+    policy: KvPolicy = FULL,
+    kv_dtype: str = "auto",
+) -> DecoderRunner:
     """Our runner over the model at `path`, in torch."""
     config, weights = load_model(path, dtype)
-    spec = _spec(config)
+    config = with_policy(config, policy, kv_dtype)
+    spec = _spec(config, policy)
     decoder = Decoder(config, weights, spec.max_model_len)
     return DecoderRunner(Watched(decoder, spec.num_blocks), spec)
 
 
-def int8_runner_of(path: Any) -> DecoderRunner:
+def int8_runner_of(
+    path: Any,
+    policy: KvPolicy = FULL,
+    kv_dtype: str = "auto",
+) -> DecoderRunner:
     """Our runner over the model at `path`, as the compiled step."""
     config, weights = load_model(path, torch.float32)
-    spec = _spec(config)
+    config = with_policy(config, policy, kv_dtype)
+    spec = _spec(config, policy)
     arrays = pack_weights(config, weights)
     decoder = FusedDecoder(config, arrays, spec.max_model_len, spec.num_blocks, num_threads=2)
     return DecoderRunner(FusedModel(decoder), spec)
 
 
-def _spec(config: DecoderConfig) -> ModelSpec:
+def _spec(config: DecoderConfig, policy: KvPolicy) -> ModelSpec:
     return ModelSpec(
         name="tiny",
         vocab_size=config.vocab_size,
-        max_model_len=min(config.context_length, 512),
+        max_model_len=1024 if policy.sinks else min(config.context_length, 512),
         num_blocks=80,
         block_size=BLOCK_SIZE,
         end_ids=frozenset(),
+        kv_policy=policy,
     )
