@@ -1,6 +1,7 @@
 """Which sequences compute how many ids in the next step. Pure policy over the block pool."""
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ class Entry:
     arrival: int
     alone: bool
     resumed: bool
+    ready: bool  # may be admitted: L2 was asked for what it lacks, or is not to be
+    num_kept: int = 0  # blocks of its prefix that were here then
+    asked_again: bool = False
     running: bool = False
     preempted: bool = False
 
@@ -73,7 +77,9 @@ class Batcher:
         self.waiting: list[Entry] = []
         self.running: list[Entry] = []
         self.num_preemptions = 0
-        self.num_queried_tokens = 0  # of prompts, and output that came with them, looked up in L1
+        self.tokens: Counter[str] = Counter()  # of legs that begin: queried, l1_hit, l2_hit; and
+        # recomputed: of legs that had been computed before, here or elsewhere
+        self.asks_first = False  # who comes, or is preempted, waits for `admit`: L2 may have blocks
         self._entries: dict[Sequence, Entry] = {}
         self._arrivals = 0
 
@@ -84,7 +90,8 @@ class Batcher:
         nobody.
         """
         resumed = bool(sequence.output_ids)
-        entry = Entry(sequence, priority, self._arrivals, alone, resumed)
+        ready = not self.asks_first
+        entry = Entry(sequence, priority, self._arrivals, alone, resumed, ready)
         self._arrivals += 1
         self._entries[sequence] = entry
         insort(self.waiting, entry, key=in_order)
@@ -114,6 +121,32 @@ class Batcher:
         """How many ids of `sequence` the prefix cache holds now."""
         return len(self._cached_prefix(sequence)) * self.pool.block_size
 
+    def unasked(self) -> list[Sequence]:
+        """The first of those that wait for `admit`."""
+        return [entry.sequence for entry in self.waiting[: self.max_legs] if not entry.ready]
+
+    def admit(self, sequence: Sequence) -> None:
+        """What L2 could give it is here: it may begin when its turn comes. If by then others have
+        taken some of that, it is asked for again, once.
+        """
+        entry = self._entries[sequence]
+        entry.ready = True
+        entry.num_kept = self.keep(sequence)
+
+    def prefix(self, sequence: Sequence) -> tuple[list[int], list[BlockHash]]:
+        """The blocks of its prefix that are here, and the names of the others it could use."""
+        cached = self._cached_prefix(sequence)
+        return cached, sequence.block_hashes[len(cached) : self._num_reusable(sequence)]
+
+    def keep(self, sequence: Sequence) -> int:
+        """Evict what is here of its prefix after all others, its end before its start; how many
+        blocks.
+        """
+        cached = self._cached_prefix(sequence)
+        self.pool.share(cached)
+        self.pool.release(cached)
+        return len(cached)
+
     @property
     def num_prefill_tokens(self) -> int:
         """Ids that wait to be computed before their sequences can decode."""
@@ -140,13 +173,13 @@ class Batcher:
             if budget == 0:
                 break
             if not entry.running:
-                if not admitting:
+                if not (admitting and entry.ready):
                     continue
                 cached = self._cached_prefix(entry.sequence)
                 if self._next_name(entry.sequence, cached) in computing:
                     continue  # an earlier row computes that block; share it in a later step
                 admitting = self._may_admit(entry, cached)
-                if not admitting:
+                if not admitting or self._asks_again(entry, cached):
                     continue
                 self._admit(entry, cached)
             num_tokens = min(budget, entry.num_missing)
@@ -202,18 +235,34 @@ class Batcher:
         needed = self._blocks_for(entry.sequence) - len(cached) + self.pool.num_unused(cached)
         return self.pool.num_available - needed >= len(self.running)
 
+    def _asks_again(self, entry: Entry, cached: list[int]) -> bool:
+        if len(cached) >= entry.num_kept or entry.asked_again:
+            return False
+        entry.asked_again, entry.ready = True, False
+        return True
+
     def _admit(self, entry: Entry, cached: list[int]) -> None:
         sequence = entry.sequence
         self.pool.share(cached)
         fresh = self.pool.allocate(self._blocks_for(sequence) - len(cached))
         sequence.block_table = cached + fresh
         sequence.num_computed_tokens = len(cached) * self.pool.block_size
-        if not entry.preempted:
-            self.num_queried_tokens += sequence.num_tokens
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+        self._count(entry)
         entry.running = True
         self.waiting.remove(entry)
         insort(self.running, entry, key=in_order)
+
+    def _count(self, entry: Entry) -> None:
+        sequence, tokens = entry.sequence, self.tokens
+        found = sequence.num_computed_tokens
+        if not entry.preempted:
+            sequence.num_cached_tokens = found
+            loaded = min(found, sequence.num_loaded_tokens)
+            tokens["queried"] += sequence.num_tokens
+            tokens["l1_hit"] += found - loaded
+            tokens["l2_hit"] += loaded
+        if entry.preempted or entry.resumed:
+            tokens["recomputed"] += sequence.num_tokens - found
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the known prefix whose logits nobody needs."""
@@ -250,6 +299,7 @@ class Batcher:
     def _preempt(self, entry: Entry) -> None:
         self._stop(entry)
         entry.preempted = True
+        entry.ready, entry.num_kept, entry.asked_again = not self.asks_first, 0, False
         self.num_preemptions += 1
         insort(self.waiting, entry, key=in_order)
 

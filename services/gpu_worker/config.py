@@ -70,6 +70,16 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tombstones_max: Count = 65536  # entries; the oldest go first
     drain_s: NotNegative = 5.0  # legs may finish for this long after SIGTERM, then move elsewhere
     inbound_bytes_max: Count = 64 << 20  # queued for a busy engine; beyond, messages are dropped
+    l2: bool = True  # load and store KV blocks through a kv_tier of this host, where there is one
+    l2_slots_bytes: Count = 64 << 20  # memory lent to it; loads and stores of 180 blocks of the
+    # default model at once; touched only as far as it is needed
+    l2_answer_s: AboveZero = 0.25  # a leg waits so long for its blocks, then it computes them
+    l2_min_blocks: Natural = 8  # fewer missing blocks are computed; more, where L2 is measured to
+    # be slower. 0 = always ask, whatever it costs
+    l2_insure_ms: NotNegative = 100.0  # a leg is written to L2 once its ids take so long to compute
+    # again: short ones are cheaper to resume than to write. 0 = write all
+    l2_queue_blocks: Count = 4096  # wait to be written; beyond, the oldest are dropped
+    l2_copy_bytes: Count = 8 << 20  # copied between two steps while legs run: 1 to 2 ms
     sim: SimConfig = SimConfig()
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ _LOAD_BOUND_MS = 600_000  # weights of a large model from a slow disk
 _WORK_BOUND_MS = 5_000  # between two steps: decode messages, plan, report
 _COUNT_S = 0.25  # a busy engine writes its counters so often
 _RECEIVE_BYTES = 1 << 20
+_NAP_S = 0.001  # at least, where there is nothing to compute
 _PR_SET_PDEATHSIG = 1
 
 LOAD_FAILED = 3
@@ -53,9 +54,9 @@ class Channel:
         self._readable.register(sock, select.POLLIN)
         self.closed = False
 
-    def wait(self) -> None:
-        """Return when there is something to receive."""
-        self._readable.poll()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when there is something to receive, or after so long."""
+        self._readable.poll(None if timeout_s is None else 1000 * timeout_s)
 
     def receive(self) -> Iterator[bytes]:
         """Bodies of the frames that are here now; at the end of the stream `closed` turns true."""
@@ -127,7 +128,8 @@ class Engine:
         self._count_at = 0.0  # what is shown meanwhile is all there is
         self._enter("idle", 0)
         started = time.monotonic()
-        self._channel.wait()
+        wake_at = self._core.wake_at(started)
+        self._channel.wait(None if wake_at is None else max(_NAP_S, wake_at - started))
         self._idle_s += time.monotonic() - started
         self._enter("work", _WORK_BOUND_MS)
 

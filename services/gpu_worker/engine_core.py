@@ -10,6 +10,7 @@ from services.gpu_worker.config import WorkerConfig
 from services.gpu_worker.eviction import Eviction
 from services.gpu_worker.execution import Announce, Execution, silent
 from services.gpu_worker.faults import Fault, error_of
+from services.gpu_worker.l2.second_level import SecondLevel
 from services.gpu_worker.legs import Leg, LegTable
 from services.gpu_worker.pace import Pace
 from services.gpu_worker.reports import Address, Reports
@@ -22,7 +23,9 @@ from shared.liveness import LATE_S
 from shared.messages import (
     AskBlocks,
     Beacon,
+    Beat,
     BlocksFound,
+    BlocksStored,
     Cancel,
     End,
     EndedLeg,
@@ -74,6 +77,8 @@ class EngineCore:
         self._legs = LegTable(config)
         self._reports = Reports(instance, self.outbox)
         self._block_events = BlockEvents(instance, self.pool, self.outbox)
+        self._l2 = SecondLevel(instance, runner, self.batcher, config, self.outbox, self.counters)
+        self._unannounced: list[Leg] = []  # nobody knows yet how much of them is cached
         self._connected = True
         self._draining = False
         self._ticked_at = now
@@ -107,12 +112,16 @@ class EngineCore:
             **self.counters,
             "steps": self.num_steps,
             "preemptions": self.batcher.num_preemptions,
-            "queried_tokens": self.batcher.num_queried_tokens,
+            **{f"{kind}_tokens": count for kind, count in self.batcher.tokens.items()},
         }
 
     def seconds(self) -> dict[str, float]:
         """Time spent in each phase of the model since the start."""
-        return self._runner.seconds()
+        return self._runner.seconds() | self._l2.seconds()
+
+    def wake_at(self, now: float) -> float | None:
+        """When `tick` has something to do though no message comes and no step is taken."""
+        return self._l2.wake_at(now)
 
     # --- messages ---
 
@@ -130,8 +139,8 @@ class EngineCore:
                 self.term = max(self.term, message.term)
             case AskBlocks():
                 self._block_events.answer(message.scheduler)
-            case BlocksFound():
-                self.counters["blocks_found_unasked"] += 1  # the engine does not ask L2 yet
+            case BlocksFound() | BlocksStored() | Beat():
+                self._l2.receive(message, now)
         self._reports.flush(self.num_steps)
 
     def _run(self, run: Run, now: float) -> None:
@@ -203,7 +212,20 @@ class EngineCore:
         self._legs.add(leg)
         self.batcher.add(sequence, priority=submit.priority, alone=submit.alone)
         self.counters["legs_taken"] += 1
-        self._reports.started(leg, self.batcher.num_reusable_tokens(sequence))
+        self._unannounced.append(leg)
+        if not self.batcher.asks_first:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell the gateways of new legs, but of those that wait for L2 when that has answered."""
+        taken, self._unannounced = self._unannounced, []
+        for leg in taken:
+            if self._legs.get(leg.key) is not leg:
+                continue
+            if self._l2.is_loading(leg.sequence):
+                self._unannounced.append(leg)
+            else:
+                self._reports.started(leg, self.batcher.num_reusable_tokens(leg.sequence))
 
     def _adopt(self, leg: Leg, run: Run, num_delivered: int, now: float) -> None:
         leg.epoch = run.submit.epoch
@@ -245,7 +267,8 @@ class EngineCore:
 
     def tick(self, now: float) -> None:
         """Reap legs whose gateway has not renewed them, unless this process was away."""
-        late = now - self._ticked_at > LATE_S and not self._stepped
+        stepped = self._stepped
+        late = now - self._ticked_at > LATE_S and not stepped
         self._ticked_at, self._stepped = now, False
         if late:
             self.slept(now)
@@ -255,6 +278,9 @@ class EngineCore:
                     self._end(leg, "reaped", now)
         self._legs.expire(now)
         self.pool.expire_pins(now)
+        self._l2.tick(now, stepped=stepped)
+        if self._unannounced:
+            self._announce()
         self._block_events.tell(now)
         self._reports.flush(self.num_steps)
 
@@ -265,6 +291,7 @@ class EngineCore:
 
     def connection_lost(self, now: float) -> None:
         self._connected = False
+        self._l2.deaf()
         self.slept(now)
 
     def reconnected(self, now: float) -> None:
@@ -319,6 +346,7 @@ class EngineCore:
             if outcome.fault:
                 self._fault(self._legs.of(row.sequence), outcome.fault, now)
             elif outcome.token_id is not None:
+                self._l2.computed(row.sequence, now)
                 self._advance(self._legs.of(row.sequence), outcome, now)
         self._reports.flush(self.num_steps)
 
@@ -352,6 +380,7 @@ class EngineCore:
     # --- ends ---
 
     def _end(self, leg: Leg, reason: str, now: float, *, forget_blocks: bool = False) -> None:
+        self._l2.forget(leg.sequence)
         self.batcher.remove(leg.sequence, forget=forget_blocks)
         if leg.pin and not forget_blocks:
             prompt = len(leg.sequence.prompt_ids) // self.spec.block_size

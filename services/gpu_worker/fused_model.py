@@ -1,5 +1,7 @@
 """The compiled step behind `StepModel`."""
 
+import torch
+
 from services.gpu_worker.models.decoder import DecoderConfig
 from services.gpu_worker.models.fused import FusedDecoder, Span
 from services.gpu_worker.models.fused_weights import page_bytes
@@ -13,6 +15,8 @@ class FusedModel:
 
     def __init__(self, decoder: FusedDecoder) -> None:
         self.decoder = decoder
+        # A block is contiguous, all its layers together.
+        self._blocks = decoder.pool.view(torch.uint8).flatten(1).numpy()
 
     def forward(self, batch: list[Scheduled]) -> None:
         self.decoder.forward([_span(row) for row in batch])
@@ -23,6 +27,12 @@ class FusedModel:
     def clear(self, blocks: list[int]) -> None:
         for block in blocks:  # all by one index take twice as long
             self.decoder.pool[block].zero_()
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        into[:] = self._blocks[block].data
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        self._blocks[block].data[:] = data
 
     def seconds(self) -> dict[str, float]:
         return self.decoder.seconds()

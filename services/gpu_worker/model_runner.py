@@ -13,6 +13,7 @@ from kernels.cpu.library import BuildError, cpu_flags, library
 from services.gpu_worker.fused_model import FusedModel, fused_block_bytes
 from services.gpu_worker.kv_policy import FULL, POSITIONS_MAX, KvPolicy
 from services.gpu_worker.loader import load_model
+from services.gpu_worker.loader.fingerprint import compiled, in_torch, kv_fingerprint
 from services.gpu_worker.loader.packed import NO_CACHE, PackedCache
 from services.gpu_worker.loader.source import Source
 from services.gpu_worker.models.decoder import Decoder, DecoderConfig
@@ -77,25 +78,36 @@ def load_runner(
     num_blocks = settings["num_blocks"]
     if num_blocks is None:
         num_blocks = settings["kv_bytes_max"] // size
-    spec = ModelSpec(
-        name=files.name,
-        vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config.context_length, num_blocks, settings),
-        num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
-        end_ids=files.end_ids,
-        kv_policy=policy,
-    )
+    longest = _max_model_len(config.context_length, num_blocks, settings)
     model: StepModel
     if int8:
         arrays = cache.load(source, lambda: pack_weights(config, weights))
-        decoder = FusedDecoder(
-            config, arrays, spec.max_model_len, num_blocks, settings["step_threads"]
+        model = FusedModel(
+            FusedDecoder(config, arrays, longest, num_blocks, settings["step_threads"])
         )
-        model = FusedModel(decoder)
+        computes = compiled()
     else:
-        model = TorchModel(Decoder(config, weights, spec.max_model_len), num_blocks)
+        model = TorchModel(Decoder(config, weights, longest), num_blocks)
+        computes = in_torch(precision, settings["num_threads"])
+    spec = ModelSpec(
+        name=files.name,
+        vocab_size=config.vocab_size,
+        max_model_len=longest,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        end_ids=files.end_ids,
+        block_bytes=size,
+        kv_dtype=_kv_dtype_name(config, precision),
+        kv_fingerprint=kv_fingerprint(source, config, computes),
+        kv_policy=policy,
+    )
     return DecoderRunner(model, spec)
+
+
+def _kv_dtype_name(config: DecoderConfig, precision: str) -> str:
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    return "fp32" if precision == "float32" else "bf16"
 
 
 def with_policy(config: DecoderConfig, policy: KvPolicy, kv_dtype: str) -> DecoderConfig:
@@ -218,6 +230,14 @@ class DecoderRunner:
     def seconds(self) -> dict[str, float]:
         """See `ModelRunner`."""
         return {**self.model.seconds(), "sampling": self._sampling_s}
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        """See `ModelRunner`."""
+        self.model.read_block(block, into)
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """See `ModelRunner`."""
+        self.model.write_block(block, data)
 
     def execute(self, batch: list[Scheduled]) -> list[Outcome]:
         """See `ModelRunner`."""

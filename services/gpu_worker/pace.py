@@ -17,7 +17,7 @@ _LOOK_AFTER = 32  # steps with prompt ids, then one without shows what decoding 
 _OUTLIER = 2.0  # times as long as expected: such a step was not alone on its CPU
 
 
-class _Average:
+class Average:
     """Seconds per unit in recent steps, each weighed by its units and less the longer it is ago."""
 
     def __init__(self, keep: float) -> None:
@@ -42,8 +42,8 @@ class Pace:
     def __init__(self, slowdown: float) -> None:
         assert slowdown >= 1
         self._slowdown = slowdown
-        self._row = _Average(keep=0.7)
-        self._prompt_id = _Average(keep=0.5)  # it grows along a prompt
+        self._row = Average(keep=0.7)
+        self._prompt_id = Average(keep=0.5)  # it grows along a prompt
         self._since_look = 0
 
     def num_prompt_ids(self, decoding: int, limit: int) -> int:
@@ -56,6 +56,11 @@ class Pace:
             return 0
         seconds = (self._slowdown - 1) * self.decode_s(decoding)
         return min(limit, max(IDS_MIN, int(seconds / self._prompt_id.value)))
+
+    @property
+    def prompt_id_s(self) -> float:
+        """What a prompt id takes; 0 = not known yet."""
+        return self._prompt_id.value
 
     def decode_s(self, decoding: int) -> float:
         """What a step of so many rows takes without prompt ids, as far as known."""

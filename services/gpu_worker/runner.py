@@ -66,6 +66,12 @@ class StepModel(Protocol):
     def clear(self, blocks: list[int]) -> None:
         """Set K and V of these blocks to zero."""
 
+    def read_block(self, block: int, into: memoryview) -> None:
+        """Copy K and V of a block out: `ModelSpec.block_bytes` bytes."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """Put back what `read_block` gave, here or in another process of the same fingerprint."""
+
     def seconds(self) -> dict[str, float]:
         """Time spent in each phase of the above since the start."""
 
@@ -82,6 +88,12 @@ class ModelRunner(Protocol):
         """One step over mixed prefill chunks and decode rows; an outcome per row. Does not change
         any sequence, so a row can be repeated. Raises `MemoryError` where memory runs out.
         """
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        """See `StepModel`."""
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        """See `StepModel`."""
 
     def phase_bound_ms(self, batch: list[Scheduled]) -> int:
         """An upper bound for `execute(batch)`; past it the engine counts as hung."""

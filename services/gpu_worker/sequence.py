@@ -33,6 +33,8 @@ class Sequence:
     num_dropped_blocks: int = 0  # out of sight, behind those of sinks; not in `block_table`
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prefix found in L1 when first scheduled
+    num_loaded_tokens: int = 0  # of them, what L2 had for this leg
+    num_offered: int = 0  # leading blocks that L2 was offered
     private: bool = False  # a lossy policy computes it: its blocks are never named, so never shared
     scores: list[Score] | None = None  # of prompt ids 1, 2, ... so far; None = nobody asks
 

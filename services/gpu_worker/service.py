@@ -18,9 +18,10 @@ from shared.liveness import LATE_S
 from shared.log import log
 from shared.messages import Beat, Died, ToWorker
 from shared.process import run_service
-from shared.subjects import DIED, beacon
+from shared.subjects import DIED, beacon, beat
 
-SECONDS_EVERY = 10  # beats: one with the engine's seconds
+SECONDS_EVERY = 10  # beats: one with the engine's seconds and some of its counts,
+COUNTS = ("queried_tokens", "l1_hit_tokens", "l2_hit_tokens", "preemptions")  # that gateways show
 
 
 class GpuWorker(Actor):
@@ -35,8 +36,8 @@ class GpuWorker(Actor):
     beat_s: ClassVar[float] = 0.1
 
     def __init__(self, launch: Launch, bus: Bus, clock: Clock = monotonic) -> None:
-        super().__init__(launch, bus, core=None, clock=clock)
         self.config = settings(launch.settings, WorkerConfig, "gpu_worker")
+        super().__init__(launch, bus, core=None, clock=clock)
         self.drain_s = self.config.drain_s
         self.engine = EngineProcess(launch, self.config, self._publish_bytes)
         self._status = EngineStatus()
@@ -46,7 +47,7 @@ class GpuWorker(Actor):
         self._ticked_at = self._awake_since = self.clock()
 
     def subjects(self) -> list[str]:
-        return [beacon(self.launch.pool)]
+        return [beacon(self.launch.pool), *([beat("kv_tier")] if self.config.l2 else [])]
 
     async def on_start(self) -> None:
         await self.engine.start()
@@ -104,12 +105,20 @@ class GpuWorker(Actor):
             prefill_tokens_waiting=status.prefill_tokens_waiting,
             step_tokens=self.config.max_batched_tokens,
             engine_seconds={} if self._beats % SECONDS_EVERY else self._seconds(),
+            engine_counts={} if self._beats % SECONDS_EVERY else self._told_counts(),
         )
 
     def stats(self) -> dict[str, int]:
-        engine = msgspec.json.decode(self._status.counters or b"{}", type=dict[str, int])
+        engine = self._counts()
         engine |= {f"us_{phase}": int(1e6 * s) for phase, s in self._seconds().items()}
         return super().stats() | {f"engine_{name}": count for name, count in engine.items()}
+
+    def _counts(self) -> dict[str, int]:
+        return msgspec.json.decode(self._status.counters or b"{}", type=dict[str, int])
+
+    def _told_counts(self) -> dict[str, int]:
+        counts = self._counts()
+        return {name: counts[name] for name in COUNTS if name in counts}
 
     def _seconds(self) -> dict[str, float]:
         return msgspec.json.decode(self._status.seconds or b"{}", type=dict[str, float])

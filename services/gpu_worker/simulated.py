@@ -2,6 +2,7 @@
 
 import os
 import re
+import struct
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
@@ -17,6 +18,8 @@ from shared.model_files import Vocabulary
 _WORD = re.compile(rb" [a-z]{2,}")
 _MASK = (1 << 64) - 1
 _UNWRITTEN = -1
+_BLOCK = struct.Struct(f"<{BLOCK_SIZE}Q")
+_FINGERPRINT = b"simulated-engine"
 
 
 class SimulatedRunner:
@@ -57,6 +60,9 @@ class SimulatedRunner:
             num_blocks=config.num_blocks,
             block_size=BLOCK_SIZE,
             end_ids=frozenset(end_ids),
+            block_bytes=_BLOCK.size,
+            kv_dtype="digests",
+            kv_fingerprint=_FINGERPRINT,
         )
 
     def warm_up(self) -> None:
@@ -69,6 +75,14 @@ class SimulatedRunner:
             self._sleep(max(0.0, self._step_s(batch) - (time.monotonic() - started)))
         self._seconds += time.monotonic() - started
         return outcomes
+
+    def read_block(self, block: int, into: memoryview) -> None:
+        digests = self._digests[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
+        assert _UNWRITTEN not in digests, "copy of KV that was never written"
+        _BLOCK.pack_into(into, 0, *digests)
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        self._digests[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE] = _BLOCK.unpack(data)
 
     def seconds(self) -> dict[str, float]:
         return {"simulated": self._seconds}

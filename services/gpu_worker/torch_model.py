@@ -81,6 +81,14 @@ class TorchModel:
     def clear(self, blocks: list[int]) -> None:
         self.pool.index_fill_(3, torch.tensor(blocks), 0)
 
+    def read_block(self, block: int, into: memoryview) -> None:
+        part = self.pool[:, :, :, block]
+        torch.frombuffer(into, dtype=part.dtype).view(part.shape).copy_(part)
+
+    def write_block(self, block: int, data: memoryview) -> None:
+        part = self.pool[:, :, :, block]
+        part.copy_(torch.frombuffer(data, dtype=part.dtype).view(part.shape))
+
 
 def kv_dtype_of(config: DecoderConfig, dtype: torch.dtype) -> torch.dtype:
     """What keys and values are kept in by a model that computes in `dtype`."""

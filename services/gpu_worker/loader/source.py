@@ -1,5 +1,6 @@
 """What a model's packed weights depend on."""
 
+import functools
 import hashlib
 import importlib.metadata
 from pathlib import Path
@@ -45,12 +46,21 @@ class Source(NamedTuple):
         """
         parts = [f"{library} {importlib.metadata.version(library)}" for library in LIBRARIES]
         code = [file for pattern in CODE for file in sorted(ROOT.glob(pattern))]
-        for file in (*code, *self.files):
-            with file.open("rb") as opened:
-                parts.append(hashlib.file_digest(opened, "sha256").hexdigest())
+        parts += [*map(_digest, code), *_digests(self)]
         if len(self.files) > 1:  # those of a directory name each other
             parts += [file.name for file in self.files]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.lru_cache(maxsize=1)
+def _digests(source: Source) -> list[str]:
+    """Of its files; who asks again has seen them the same."""
+    return [*map(_digest, source.files)]
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _seen(file: Path) -> tuple[int, ...]:

@@ -46,3 +46,32 @@ class Legs:
         while any(len(self.results[leg]) < count for leg in budgets):
             self.step({leg: n for leg, n in budgets.items() if len(self.results[leg]) < count})
         return [self.results[leg] for leg in budgets]
+
+
+def block(runner, index):
+    """The bytes of a block."""
+    data = bytearray(runner.spec.block_bytes)
+    runner.read_block(index, memoryview(data))
+    return bytes(data)
+
+
+def carried(leg, source, target):
+    """The leg on another runner: its full blocks written there, the rest to be computed."""
+    twin = target.add(leg.prompt_ids, leg.output_ids)
+    for index in leg.block_table[: leg.num_computed_tokens // BLOCK_SIZE]:
+        twin.block_table.append(target.free.pop())
+        data = memoryview(bytearray(block(source.runner, index)))
+        target.runner.write_block(twin.block_table[-1], data)
+    twin.num_computed_tokens = len(twin.block_table) * BLOCK_SIZE
+    return twin
+
+
+def assert_as_good(legs, ids):
+    """A leg goes on from copies of its blocks as it does from them."""
+    leg = legs.add(ids)
+    legs.run({leg: 64}, 2)
+    twin = carried(leg, legs, legs)
+    assert twin.num_computed_tokens >= len(ids) - BLOCK_SIZE
+    assert set(twin.block_table).isdisjoint(leg.block_table)
+    own, more = legs.run({leg: 1, twin: 64}, 4)
+    assert more[:2] == own[2:4]

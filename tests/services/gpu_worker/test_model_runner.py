@@ -28,7 +28,7 @@ from shared.messages import ChatPrompt
 from shared.model_files import default_model, read_model
 from shared.sampling import SamplingParams
 from tests.golden.make import reference
-from tests.services.gpu_worker.legs_kit import Legs
+from tests.services.gpu_worker.legs_kit import Legs, assert_as_good
 
 VOCAB = 49_152
 
@@ -331,3 +331,8 @@ def test_without_a_compiler_torch_computes_unless_int8_was_asked_for(monkeypatch
     with pytest.raises(ValueError, match="quantize: /nonexistent/c"):
         model_runner.computes_int8({"dtype": "auto", "quantize": "w8a8"})
     library.cache_clear()
+
+
+def test_blocks_can_be_carried(runner, ids):
+    """All layers and heads of a block, and nothing of others."""
+    assert_as_good(Legs(runner), ids[:200])

@@ -120,7 +120,7 @@ async def test_a_leg_runs_through_both_processes() -> None:
     assert (last.term, last.load, last.waiting, last.model) == (3, 0, 0, "m")
     assert (last.free_blocks, last.total_blocks, last.block_size) == (256, 256, 16)
     assert (last.phase, last.phase_age_ms) == ("idle", 0)
-    assert seconds.keys() == {"simulated", "idle", "loop"}
+    assert seconds.keys() == {"simulated", "l2_copy", "idle", "loop"}
     assert seconds["simulated"] >= 20 * FAST["step_ms"] / 1000
     assert stats["engine_us_simulated"] == pytest.approx(1e6 * seconds["simulated"])
     assert mesh.of(Died) == []
