@@ -120,6 +120,12 @@ def show(line: str) -> None:
     sys.stdout.flush()
 
 
+def kv(args: argparse.Namespace) -> int:
+    """One of `shoal kv`'s own commands."""
+    code: int = getattr(importlib.import_module("deploy.kv"), args.what)(args)
+    return code
+
+
 def role_and_count(text: str) -> tuple[str, int]:
     """`gpu_worker=3`; which roles there are, and how many are too many, the supervisor knows."""
     role, _, count = text.partition("=")
@@ -170,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
         ("resume", "SIGCONT a paused process"),
     ):
         command(verb, signal, text).add_argument("name", help="as in `shoal status`")
+    _kv_commands(commands, here)
     chaos.add_to(commands)
     one = command("scale", scale, "more or fewer processes of a role, while the mesh serves")
     one.add_argument("counts", nargs="+", type=role_and_count, metavar="ROLE=NUMBER")
@@ -189,6 +196,25 @@ def _up_options(one: argparse.ArgumentParser) -> None:
     how = one.add_mutually_exclusive_group()
     how.add_argument("--foreground", action="store_true", help="stay; Ctrl-C stops the mesh")
     how.add_argument("--detach", action="store_true", help="leave it running (the default)")
+
+
+def _kv_commands(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]", here: argparse.ArgumentParser
+) -> None:
+    text = "what the caches of KV blocks hold"
+    whats = commands.add_parser("kv", help=text, description=text).add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
+
+    def what(name: str, text: str) -> argparse.ArgumentParser:
+        one = whats.add_parser(name, parents=[here], help=text, description=text)
+        one.set_defaults(function=kv)
+        return one
+
+    one = what("stats", "each Redis, the L1 of each worker, and what was asked of them")
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = what("flush", "delete every block in L2, and nothing else")
+    one.add_argument("--yes", action="store_true", help="it is meant")
 
 
 def _hidden(

@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -203,7 +203,11 @@ def as_table(status: ClusterStatus) -> str:
         uptime = f"{p.uptime_s:.0f} s" if p.pid else ""
         pid = str(p.pid) if p.pid else ""
         rows.append((p.name, p.state, pid, str(p.load), str(p.restarts), uptime, p.detail))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     head = f"{status.model} at http://{status.host}:{status.port}/v1, {status.state}"
-    return "\n".join([head, *lines])
+    return "\n".join([head, *aligned(rows)])
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
