@@ -2,9 +2,11 @@
 
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from services.gpu_worker.drawing import leaders
 from services.gpu_worker.sequence import Score
 from shared.ids import pack_ids
 from shared.messages import TokenLogprobs
@@ -22,15 +24,18 @@ class Logits(NamedTuple):
         """Of `values` alone. NaN or an infinity makes a row's sum one, and no sound model's logits
         overflow it.
         """
-        best = values.max(-1).indices  # argmax takes 1.7 times as long
+        best = values.numpy().argmax(-1)  # torch takes 6 times as long
         return cls(values, best.tolist(), values.sum(-1).isfinite().tolist())
 
 
 def token_logprobs(logprobs: Tensor, token_id: int, count: int) -> TokenLogprobs:
-    """Of `token_id` and the `count` best in one row [vocab]."""
-    best = logprobs.topk(min(count, len(logprobs)))
-    top_ids, top_logprobs = pack_ids(best.indices.tolist()), tuple(best.values.tolist())
-    return TokenLogprobs(logprobs[token_id].item(), top_ids, top_logprobs)
+    """Of `token_id` and the `count` best in one row [vocab]; of those that tie the first."""
+    values = logprobs.numpy()
+    ids = leaders(values, max(1, count))
+    best = ids[np.argsort(-values[ids], kind="stable")[:count]]
+    return TokenLogprobs(
+        float(values[token_id]), pack_ids(best.tolist()), tuple(values[best].tolist())
+    )
 
 
 def score(logits: Tensor, ids: list[int], count: int) -> list[Score]:

@@ -1,11 +1,10 @@
 import math
-from collections import Counter
 
 import pytest
 import torch
 
 from services.gpu_worker.runner import Outcome
-from services.gpu_worker.sampler import Sampler, reads, uniform
+from services.gpu_worker.sampler import Sampler, reads
 from services.gpu_worker.scoring import Logits
 from shared.ids import unpack_ids
 from tests.services.gpu_worker.sampler_kit import (
@@ -48,59 +47,6 @@ def test_top_p_cuts_inside_top_k():
     """top_p is a share of what top_k left, as a flat distribution shows."""
     logits = -torch.arange(VOCAB, dtype=torch.float32)[None] * 1e-3
     assert set(draws(logits, count=500, top_k=10, top_p=0.5)) == set(range(5))
-
-
-@pytest.mark.parametrize("vocab", [100, 256, 1_000, 6_000])
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"top_k": 50},
-        {"top_k": 300},
-        {"top_k": 300, "top_p": 0.5},
-        {"top_p": 0.3},
-        {"top_p": 0.9},
-        {"top_p": 0.999},
-        {"top_k": 5000},
-    ],
-)
-def test_rows_are_cut_where_a_full_sort_would_cut_them(vocab, params):
-    """Whether the best few tell or all must be sorted, and beside rows of which they do."""
-    generator = torch.Generator().manual_seed(vocab)
-    flat = torch.rand(vocab, generator=generator)
-    steep = torch.randn(vocab, generator=generator) * 4
-    for logits in (flat, steep):
-        ranked = torch.softmax(logits.double(), -1).sort(descending=True)
-        among = ranked.values[: params.get("top_k", vocab)]
-        among = among / among.sum()
-        kept = int((among.cumsum(0) - among < params.get("top_p", 2)).sum())
-        allowed = {*ranked.indices[:kept].tolist()}
-        company = [leg(temperature=1), leg(top_k=1), leg(top_p=0.999)]
-        rows = [leg(seed=seed, **params) for seed in range(24)] + company
-        sampled = SAMPLER.sample(torch.stack([logits] * 24 + [steep, flat, flat]), rows)
-        drawn = [outcome.token_id for outcome in sampled[:24]]
-        assert {*drawn} <= allowed
-        cumulative = torch.zeros(vocab, dtype=torch.float64)
-        cumulative[ranked.indices[:kept]] = ranked.values[:kept]
-        cumulative = cumulative.cumsum(0) / cumulative.sum()
-        points = torch.tensor([uniform(seed, 0) for seed in range(24)], dtype=torch.float64)
-        assert drawn == torch.searchsorted(cumulative, points, right=True).tolist()
-
-
-def test_positions_and_seeds_are_independent():
-    """Pairs of neighbours fill the square evenly: no seed repeats another's stream shifted."""
-    values = torch.tensor(
-        [[uniform(seed, position) for position in range(64)] for seed in range(64)]
-    )
-    assert values.min() >= 0
-    assert values.max() < 1
-    neighbours = [
-        (values[:, 1:], values[:, :-1]),
-        (values[1:], values[:-1]),
-        (values[1:, :-1], values[:-1, 1:]),
-    ]
-    for left, right in neighbours:
-        cells = Counter(((left * 8).int() * 8 + (right * 8).int()).flatten().tolist())
-        chi_squared_is_plausible(cells, torch.full((64,), 1 / 64, dtype=torch.float64))
 
 
 def test_greedy_is_the_first_best():

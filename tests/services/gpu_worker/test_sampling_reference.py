@@ -21,7 +21,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from services.gpu_worker.sampler import uniform
+from services.gpu_worker.drawing import uniform
 from tests.services.gpu_worker.sampler_kit import (
     END,
     SAMPLER,
