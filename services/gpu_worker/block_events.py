@@ -39,6 +39,10 @@ class BlockEvents:
         )
         self._outbox.put(everyone("scheduler"), message)
 
+    def wake_at(self) -> float | None:
+        """When there is something to tell; None = there is nothing."""
+        return self._next_at if self._pool.changes else None
+
     def answer(self, scheduler: str) -> None:
         """All that is here. What is still to be told says some of it again."""
         self._tell_all(inbox(scheduler))

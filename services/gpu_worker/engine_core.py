@@ -121,7 +121,8 @@ class EngineCore:
 
     def wake_at(self, now: float) -> float | None:
         """When `tick` has something to do though no message comes and no step is taken."""
-        return self._l2.wake_at(now)
+        due = self._l2.wake_at(now), self._block_events.wake_at()
+        return min((at for at in due if at is not None), default=None)
 
     # --- messages ---
 

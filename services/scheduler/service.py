@@ -40,6 +40,7 @@ class Scheduler(Actor):
             "term": core.term,
             "queued": core.num_queued,
             "workers": core.num_workers,
+            "known_blocks": core.peers.known_blocks,
         }
         return replace(super().status(), load=core.num_queued, extra=extra)
 

@@ -161,9 +161,13 @@ class Peers:
         worker = self.workers.get(message.worker)
         if worker is None:
             return True
-        others = sum(len(peer.prefixes) for peer in self.workers.values() if peer is not worker)
-        room = self._known_blocks_max - others
+        room = self._known_blocks_max - self.known_blocks + len(worker.prefixes)
         return worker.prefixes.take(message, worker.beat.total_blocks, room, now)
+
+    @property
+    def known_blocks(self) -> int:
+        """Cached at workers, as far as they have told."""
+        return sum(len(worker.prefixes) for worker in self.workers.values())
 
     def to_ask(self, now: float) -> list[str]:
         """Workers of whose L1 something is not known; the same one once a second."""

@@ -5,7 +5,7 @@ import pytest
 from services.gpu_worker import block_events, block_pool
 from services.gpu_worker.block_events import EVERY_S
 from shared.kv import SHORT_SIZE
-from shared.messages import AskBlocks, BlocksChanged
+from shared.messages import AskBlocks, BlocksChanged, Cancel
 from shared.subjects import everyone, inbox
 from tests.services.gpu_worker.engine_kit import SIM, Worker
 
@@ -68,9 +68,17 @@ def test_changes_gather_and_an_idle_worker_is_silent() -> None:
     steps = worker.steps()
     told = ear.listen(everyone("scheduler"))
     assert 0 < len(told) <= 1 + steps * 0.02 / EVERY_S
-    wait(worker)
+    worker.run(choice=1, salt=b"1" * 32)
+    worker.steps(1)
+    worker.core.receive(Cancel(request_id="r", choice=1, epoch=1), worker.now)
+    assert not ear.knows_all()
+    due = worker.core.wake_at(worker.now)
+    assert due is not None
+    worker.core.tick(due)
     ear.listen(everyone("scheduler"))
     assert ear.knows_all()
+    assert worker.core.wake_at(due) is None
+    worker.core.outbox.take()
     for _ in range(20):
         wait(worker)
     assert worker.core.outbox.take() == []
