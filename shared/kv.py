@@ -13,9 +13,12 @@ SHORT_SIZE = 8  # bytes of a hash by which a scheduler knows a block; a clash co
 BlockHash = bytes
 
 
-def tenant_salt(secret: bytes, tenant: str, cache_salt: str = "") -> bytes:
-    """The root of a tenant's block hashes: tenants share no block unless they share a salt."""
-    return hmac.digest(secret, f"{tenant}\0{cache_salt}".encode(), "sha256")
+def tenant_salt(secret: bytes, tenant: str | None, cache_salt: str = "") -> bytes:
+    """The root of a tenant's block hashes: tenants share no block unless they share a salt. None =
+    the salt of all tenants that chose to share.
+    """
+    name = b"\xff" if tenant is None else tenant.encode()  # no tenant's name begins with that byte
+    return hmac.digest(secret, name + b"\0" + cache_salt.encode(), "sha256")
 
 
 def block_hashes(ids: Sequence[int], salt: bytes, block_size: int = BLOCK_SIZE) -> list[BlockHash]:

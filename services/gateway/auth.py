@@ -3,14 +3,25 @@
 import hashlib
 import hmac
 
+from services.gateway.config import ApiKeys, shared_prefixes
 from shared.errors import Unauthorized
 
 
 class Keys:
     """Key -> tenant. With no keys configured everybody is the tenant ""."""
 
-    def __init__(self, api_keys: dict[str, str]) -> None:
-        self._tenants = [(_digest(key), tenant) for key, tenant in api_keys.items()]
+    def __init__(self, api_keys: ApiKeys) -> None:
+        self._shares = shared_prefixes(api_keys)
+        self._tenants = [
+            (_digest(key), holder if isinstance(holder, str) else holder.tenant)
+            for key, holder in api_keys.items()
+        ]
+
+    def shares_prefixes(self, tenant: str) -> bool:
+        """Whether the tenant's prompts may be answered from what others have cached, and theirs
+        from its own.
+        """
+        return self._shares.get(tenant, False)
 
     def tenant(self, key: str | None) -> str:
         """The tenant of `key`; raises `Unauthorized`.

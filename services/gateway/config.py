@@ -6,12 +6,24 @@ from services.gateway.stored.config import StoredConfig
 from shared.config import AboveZero, Count, NotNegative, Port
 
 
+class KeyHolder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who a key stands for."""
+
+    tenant: str
+    shared_prefix: bool = False  # cached prefixes are shared with all tenants that say so, too: how
+    # fast an answer begins then tells each of them what the others have asked lately
+
+
+ApiKeys = dict[str, str | KeyHolder]
+"""Key -> its tenant, or more about it."""
+
+
 class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every limit of the edge, with its unit and why it has that value."""
 
     host: str = "127.0.0.1"  # used only when no listening socket is inherited
     port: Port = 0  # 0 = any free port
-    api_keys: dict[str, str] = {}  # key -> tenant; empty = open, for a loopback cluster
+    api_keys: ApiKeys = {}  # empty = open, for a loopback cluster
 
     body_bytes_max: Count = 8 << 20  # 413 beyond
     large_bytes_max: Count = 64 << 20  # bodies over 256 KB of all open requests; 429 beyond
@@ -33,3 +45,18 @@ class GatewayConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     ping_bus_s: AboveZero = 1.0  # liveness probe of a client on the bus
     probe_timeout_s: AboveZero = 0.8  # a live client need not answer; a dead one does not, at once
+
+    def __post_init__(self) -> None:
+        shared_prefixes(self.api_keys)
+
+
+def shared_prefixes(api_keys: ApiKeys) -> dict[str, bool]:
+    """Tenant -> whether it shares cached prefixes. A stored request knows its tenant but not the
+    key, so all keys of a tenant must say the same; raises `ValueError`.
+    """
+    shares: dict[str, bool] = {}
+    for holder in api_keys.values():
+        who = KeyHolder(tenant=holder) if isinstance(holder, str) else holder
+        if shares.setdefault(who.tenant, who.shared_prefix) != who.shared_prefix:
+            raise ValueError(f"api_keys of {who.tenant!r} do not agree about shared_prefix")
+    return shares

@@ -183,6 +183,7 @@ class Edge:
             model=self.model,
             secret=self._secret,
             choices_max=self.config.choices_max,
+            shared_prefix=self.keys.shares_prefixes(tenant),
         )
 
     def check(
@@ -376,11 +377,10 @@ class Edge:
     def measure(self) -> None:
         """Bring the gauges up to date."""
         view, table = self.parts.view, self.parts.table
-        blocks = (view.blocks_free, view.blocks_total)
-        self.meter.mesh(view.running, view.waiting, blocks, view.workers)
+        self.meter.mesh(view)
         self.meter.sessions(table.num_sessions, table.num_legs, table.redrives)
         self.meter.process(self.parts.stats())
-        self.meter.engines(view.engine_seconds)
+        self.meter.engines(view.engine_seconds, view.engine_counts)
 
 
 def wire_bytes(spec: SessionSpec) -> int:

@@ -29,6 +29,7 @@ class SessionSpec(Struct, frozen=True, kw_only=True):
     text: TextParams = TextParams()
     priority: int = 0
     salt: bytes = b""
+    pin: bool = False  # the prompt is to stay cached
     timeout_s: float = 600.0
 
 

@@ -7,12 +7,14 @@ any of them may answer a scrape. Gauges from beats are the whole mesh's and have
 from prometheus_client import Counter, Gauge, Histogram
 
 from services.gateway.events import Delta, SessionEnd, SessionEvent
+from services.gateway.view import MeshView
 from shared.clock import Clock
 from shared.errors import Cancelled
 from shared.metrics import REGISTRY
 
 OWN = ["model_name", "gateway"]
 MESH = ["model_name"]
+WORKER = ["model_name", "worker"]
 
 
 def _seconds(bounds: str) -> tuple[float, ...]:
@@ -84,6 +86,35 @@ ENGINE_SECONDS = Counter(
     ["worker", "phase"],
     registry=REGISTRY,
 )
+PREFIX_QUERIES = Counter(
+    "vllm:prefix_cache_queries", "Tokens looked up in L1", WORKER, registry=REGISTRY
+)
+PREFIX_HITS = Counter("vllm:prefix_cache_hits", "Tokens found in L1", WORKER, registry=REGISTRY)
+TIER_HITS = Counter(
+    "shoal:prefix_cache_hits",
+    "Tokens that a tier had and no worker computed again",
+    [*WORKER, "tier"],
+    registry=REGISTRY,
+)
+PREEMPTIONS = Counter(
+    "vllm:num_preemptions", "Legs that gave up their blocks for others", WORKER, registry=REGISTRY
+)
+
+
+class Told:
+    """A counter of which others tell the totals, by labels; what they tell no longer is gone."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._told: dict[tuple[str, ...], float] = {}
+
+    def show(self, totals: dict[tuple[str, ...], float]) -> None:
+        for labels, total in totals.items():
+            more = total - self._told.get(labels, 0.0)
+            self._counter.labels(*labels).inc(max(0.0, more))
+        for labels in self._told.keys() - totals.keys():
+            self._counter.remove(*labels)
+        self._told = totals
 
 
 class Meter:
@@ -103,9 +134,10 @@ class Meter:
         self.output_size = OUTPUT_SIZE.labels(*self._own)
         for reason in ("stop", "length", "abort", "error"):  # a rate needs the zero before the one
             SUCCESS.labels(*self._own, reason)
-        self._redrives: dict[str, int] = {}
-        self._events: dict[str, int] = {}
-        self._engines: dict[tuple[str, str], float] = {}
+        self._redrives, self._events = Told(REDRIVES), Told(EVENTS)
+        self._engine_seconds, self._preemptions = Told(ENGINE_SECONDS), Told(PREEMPTIONS)
+        self._queries, self._hits = Told(PREFIX_QUERIES), Told(PREFIX_HITS)
+        self._tier_hits = Told(TIER_HITS)
 
     def finished(self, reason: str) -> None:
         SUCCESS.labels(*self._own, reason).inc()
@@ -116,15 +148,15 @@ class Meter:
     def responded(self, status: int) -> None:
         RESPONSES.labels(self.gateway, str(status)).inc()
 
-    def mesh(self, running: int, waiting: int, blocks: tuple[int, int], workers: int) -> None:
-        """Set the mesh's gauges; `blocks` = (free, total)."""
-        free, total = blocks
-        RUNNING.labels(*self._mesh).set(running)
-        WAITING.labels(*self._mesh).set(waiting)
+    def mesh(self, view: MeshView) -> None:
+        """Set the mesh's gauges."""
+        free, total = view.blocks_free, view.blocks_total
+        RUNNING.labels(*self._mesh).set(view.running)
+        WAITING.labels(*self._mesh).set(view.waiting)
         KV_USAGE.labels(*self._mesh).set(1 - free / total if total else 0)
         BLOCKS_FREE.labels(*self._mesh).set(free)
         BLOCKS_TOTAL.labels(*self._mesh).set(total)
-        WORKERS.labels(*self._mesh).set(workers)
+        WORKERS.labels(*self._mesh).set(view.workers)
 
     def sessions(self, sessions: int, legs: int, redrives: dict[str, int]) -> None:
         """Bring this gateway's gauges and slow counters up to date."""
@@ -132,26 +164,36 @@ class Meter:
         self.generated = 0
         SESSIONS.labels(*self._own).set(sessions)
         LEGS.labels(*self._own).set(legs)
-        for cause, count in redrives.items():
-            REDRIVES.labels(*self._own, cause).inc(count - self._redrives.get(cause, 0))
-        self._redrives = dict(redrives)
+        self._redrives.show({(*self._own, cause): count for cause, count in redrives.items()})
 
     def process(self, stats: dict[str, int]) -> None:
         """Bring what the actor counts up to date."""
-        for event, count in stats.items():
-            EVENTS.labels(self.gateway, event).inc(count - self._events.get(event, 0))
-        self._events = stats
+        self._events.show({(self.gateway, event): count for event, count in stats.items()})
 
-    def engines(self, seconds: dict[str, dict[str, float]]) -> None:
-        """Bring each worker's seconds by phase up to date; one that is gone is shown no longer."""
-        told = {
-            (worker, phase): s for worker, spent in seconds.items() for phase, s in spent.items()
-        }
-        for labels, spent in told.items():
-            ENGINE_SECONDS.labels(*labels).inc(max(0.0, spent - self._engines.get(labels, 0.0)))
-        for labels in self._engines.keys() - told.keys():
-            ENGINE_SECONDS.remove(*labels)
-        self._engines = told
+    def engines(
+        self, seconds: dict[str, dict[str, float]], counts: dict[str, dict[str, int]]
+    ) -> None:
+        """Bring each worker's seconds by phase and its counts up to date; one that is gone is shown
+        no longer.
+        """
+        self._engine_seconds.show(
+            {(worker, phase): s for worker, spent in seconds.items() for phase, s in spent.items()}
+        )
+
+        def totals(name: str) -> dict[tuple[str, ...], float]:
+            model = self._mesh[0]
+            return {(model, worker): count.get(name, 0) for worker, count in counts.items()}
+
+        self._queries.show(totals("queried_tokens"))
+        self._hits.show(totals("l1_hit_tokens"))
+        self._preemptions.show(totals("preemptions"))
+        self._tier_hits.show(
+            {
+                (*labels, tier): total
+                for tier in ("l1", "l2")
+                for labels, total in totals(f"{tier}_hit_tokens").items()
+            }
+        )
 
 
 class Measure:

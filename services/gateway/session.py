@@ -330,6 +330,7 @@ class Session:
             alone=leg.deaths >= DEATHS_BEFORE_ALONE,
             deadline_ms=self.remaining_ms(now),
             failed_worker=leg.failed_worker,
+            pin=spec.pin,
         )
 
     def cancel(self, leg: Leg, epoch: int, reason: str) -> Cancel:

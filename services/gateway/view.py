@@ -12,6 +12,7 @@ class MeshView:
         self._heard = LastHeard()
         self._workers: dict[str, Beat] = {}
         self.engine_seconds: dict[str, dict[str, float]] = {}  # of each live worker, by phase
+        self.engine_counts: dict[str, dict[str, int]] = {}
         self._beacon: tuple[int, str] = (0, "")
 
     def receive(self, message: ToGateway, now: float) -> None:
@@ -21,6 +22,7 @@ class MeshView:
                 self._workers[message.instance] = message
                 if message.engine_seconds:
                     self.engine_seconds[message.instance] = message.engine_seconds
+                    self.engine_counts[message.instance] = message.engine_counts
             case Died():
                 self._drop(message.instance)
             case Beacon() if (message.term, message.scheduler) >= self._beacon:
@@ -40,6 +42,7 @@ class MeshView:
         self._heard.forget(instance)
         self._workers.pop(instance, None)
         self.engine_seconds.pop(instance, None)
+        self.engine_counts.pop(instance, None)
         if instance == self._beacon[1]:
             self.queued = 0  # went with it; the next leader's beacon says what came back
 

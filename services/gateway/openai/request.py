@@ -35,6 +35,7 @@ class Caller(Struct, frozen=True, kw_only=True):
     model: str  # the one served
     secret: bytes
     choices_max: int
+    shared_prefix: bool = False  # cached prefixes are shared with other tenants that say so
 
 
 class Checked(Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class GenerateFields(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    prompt_cache_retention: str | None = None
     # they change the answer and are not served: refused by name, never ignored
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -168,6 +170,7 @@ def session_spec(
         text=text_params(fields),
         priority=priority(fields),
         salt=salt(fields, caller),
+        pin=pin(fields),
         timeout_s=caller.timeout_s,
     )
 
@@ -325,7 +328,19 @@ def salt(fields: GenerateFields, caller: Caller) -> bytes:
         raise InvalidRequest(
             f"'cache_salt' must have 1 to {CACHE_SALT_MAX} characters.", param="cache_salt"
         )
-    return tenant_salt(caller.secret, caller.tenant, fields.cache_salt or "")
+    tenant = None if caller.shared_prefix else caller.tenant
+    return tenant_salt(caller.secret, tenant, fields.cache_salt or "")
+
+
+def pin(fields: GenerateFields) -> bool:
+    """Whether the prompt is to stay cached for long; OpenAI's documents spell its default twice."""
+    retention = fields.prompt_cache_retention
+    if retention not in (None, "in_memory", "in-memory", "24h"):
+        raise InvalidRequest(
+            "'prompt_cache_retention' must be 'in_memory' or '24h'.",
+            param="prompt_cache_retention",
+        )
+    return retention == "24h"
 
 
 def priority(fields: GenerateFields) -> int:

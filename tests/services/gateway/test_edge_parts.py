@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from services.gateway.auth import Keys, bearer
 from services.gateway.calls import PATIENCE_S, TRIES_MAX, Calls
+from services.gateway.config import GatewayConfig
 from services.gateway.events import Delta, Opening, SessionEnd
 from services.gateway.feed import Feed, merge
 from services.gateway.meters import Meter
 from services.gateway.view import MeshView
+from shared.config import ConfigError
+from shared.config import settings as settings_of
 from shared.core import Outbox
 from shared.errors import InvalidRequest, Overloaded, Unauthorized, Unavailable
 from shared.messages import (
@@ -166,6 +169,23 @@ def test_keys() -> None:
     assert Keys({}).tenant(None) == ""
 
 
+def test_a_tenant_shares_prefixes_if_its_keys_say_so() -> None:
+    """Nobody does unasked; keys of one tenant that differ are refused at the start, and named."""
+    sharing = {"tenant": "carol", "shared_prefix": True}
+    raw: dict[str, Any] = {"a": "alice", "b": {"tenant": "bob"}, "c": sharing, "c2": sharing}
+    keys = Keys(settings_of({"api_keys": raw}, GatewayConfig, "gateway").api_keys)
+    assert [keys.tenant(key) for key in ("a", "b", "c2")] == ["alice", "bob", "carol"]
+    told = {name: keys.shares_prefixes(name) for name in ("alice", "bob", "carol", "")}
+    assert told == {"alice": False, "bob": False, "carol": True, "": False}
+    for other in ("carol", {"tenant": "carol"}):
+        with pytest.raises(ConfigError, match=r"api_keys of 'carol' .* shared_prefix"):
+            settings_of({"api_keys": {**raw, "d": other}}, GatewayConfig, "gateway")
+    with pytest.raises(ConfigError, match="shared_prefixes"):
+        settings_of(
+            {"api_keys": {"a": {"tenant": "a", "shared_prefixes": True}}}, GatewayConfig, "gateway"
+        )
+
+
 @pytest.mark.parametrize(
     ("header", "key"),
     [("Bearer x", "x"), ("bearer  x ", "x"), ("Basic x", None), ("", None), (None, None)],
@@ -185,6 +205,7 @@ def worker(name: str, load: int) -> Beat:
         total_blocks=10,
         free_blocks=4,
         engine_seconds={"attention": float(load)} if load else {},
+        engine_counts={"preemptions": load} if load else {},
     )
 
 
@@ -200,12 +221,14 @@ def test_the_view_is_of_those_alive() -> None:
     assert (view.blocks_free, view.blocks_total) == (8, 20)
     view.receive(worker("b", 0), 0.95)  # a beat without
     assert view.engine_seconds == {"a": {"attention": 2.0}, "b": {"attention": 3.0}}
+    assert view.engine_counts == {"a": {"preemptions": 2}, "b": {"preemptions": 3}}
     view.receive(worker("b", 3), 0.95)
     view.tick(1.1)
     assert view.running == 3
     view.receive(Died(instance="b", reason="killed"), 1.1)
     assert (view.running, view.waiting, view.blocks_total) == (0, 5, 0)
     assert not view.engine_seconds
+    assert not view.engine_counts
     view.tick(1.95)
     assert not view.led
     assert view.waiting == 0, "a queue goes with its leader"
@@ -219,8 +242,29 @@ def test_engine_seconds_are_shown_as_workers_tell_them() -> None:
         return REGISTRY.get_sample_value("shoal:engine_phase_seconds_total", labels)
 
     meter = Meter("m", "gateway-9")
-    meter.engines({"w-8": {"idle": 2.0, "loop": 0.5}, "w-9": {"idle": 1.0}})
-    meter.engines({"w-8": {"idle": 2.5, "loop": 0.5}, "w-9": {"idle": 1.0}})
+    meter.engines({"w-8": {"idle": 2.0, "loop": 0.5}, "w-9": {"idle": 1.0}}, {})
+    meter.engines({"w-8": {"idle": 2.5, "loop": 0.5}, "w-9": {"idle": 1.0}}, {})
     assert [shown("w-8", "idle"), shown("w-8", "loop"), shown("w-9", "idle")] == [2.5, 0.5, 1.0]
-    meter.engines({"w-9": {"idle": 1.5}})
+    meter.engines({"w-9": {"idle": 1.5}}, {})
     assert [shown("w-8", "idle"), shown("w-8", "loop"), shown("w-9", "idle")] == [None, None, 1.5]
+
+
+def test_counts_of_engines_are_shown_under_the_names_of_vllm() -> None:
+    """Hits by tier, queries and preemptions of each worker; what one does not count is 0."""
+
+    def shown(name: str, worker: str, **labels: str) -> float | None:
+        labels |= {"model_name": "m-8", "worker": worker}
+        return REGISTRY.get_sample_value(name, labels)
+
+    meter = Meter("m-8", "gateway-8")
+    meter.engines({}, {"a": {"queried_tokens": 100, "l1_hit_tokens": 32}, "b": {}})
+    told = {"queried_tokens": 150, "l1_hit_tokens": 48, "l2_hit_tokens": 16, "preemptions": 2}
+    meter.engines({}, {"a": told, "b": {}})
+    assert shown("vllm:prefix_cache_queries_total", "a") == 150
+    assert shown("vllm:prefix_cache_hits_total", "a") == 48
+    assert shown("vllm:num_preemptions_total", "a") == 2
+    assert shown("shoal:prefix_cache_hits_total", "a", tier="l1") == 48
+    assert shown("shoal:prefix_cache_hits_total", "a", tier="l2") == 16
+    assert shown("vllm:prefix_cache_queries_total", "b") == 0
+    meter.engines({}, {"b": {}})
+    assert shown("vllm:prefix_cache_queries_total", "a") is None

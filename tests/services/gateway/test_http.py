@@ -9,6 +9,7 @@ import aiohttp
 import openai
 import pytest
 
+from services.gateway.config import KeyHolder
 from shared.testing import eventually
 from tests.services.gateway.fake_mesh import Front, front
 
@@ -279,6 +280,24 @@ async def test_keys_guard_all_but_health() -> None:
         alice, bob = edge.mesh.submitted
         assert (alice.tenant, bob.tenant) == ("alice", "bob")
         assert alice.salt != bob.salt
+
+
+async def test_keys_may_share_prefixes() -> None:
+    """Whose keys say so has the salt of all that do; the tenant stays its own."""
+    keys = {
+        "sk-a": KeyHolder(tenant="alice", shared_prefix=True),
+        "sk-b": KeyHolder(tenant="bob", shared_prefix=True),
+        "sk-c": "carol",
+    }
+    async with front(api_keys=keys) as edge:
+        for key in keys:
+            headers = {"Authorization": f"Bearer {key}"}
+            await edge.post(PATH, {**CHAT, "prompt_cache_retention": "24h"}, headers)
+
+        alice, bob, carol = edge.mesh.submitted
+        assert [leg.tenant for leg in (alice, bob, carol)] == ["alice", "bob", "carol"]
+        assert alice.salt == bob.salt != carol.salt
+        assert alice.pin
 
 
 async def test_too_many_requests_are_refused() -> None:

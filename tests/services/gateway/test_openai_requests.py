@@ -1,5 +1,6 @@
 """Requests of OpenAI's API, checked: what is refused, by which name, and what comes through."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -71,6 +72,7 @@ def deep(levels: int) -> Any:
         ("best_of", [3]),
         ("priority", [1000]),
         ("cache_salt", ["", "x" * 300]),
+        ("prompt_cache_retention", ["", "25h", 24]),
     ],
 )
 def test_a_bad_value_is_refused_by_name(check: Any, field: str, bad: list[Any]) -> None:
@@ -309,6 +311,32 @@ def test_tenants_and_cache_salts_do_not_share_blocks() -> None:
     }
     assert len(salts) == 3
     assert completion().spec.salt == completion(seed=5, prompt="other").spec.salt
+
+
+def test_tenants_that_share_prefixes_have_one_salt_of_their_own() -> None:
+    """Not that of any tenant, whatever its name; `cache_salt` goes on top."""
+    body = msgspec.json.encode({"prompt": "Hi"})
+
+    def salt_of(tenant: str, body: bytes = body, *, shared: bool = True) -> bytes:
+        caller = msgspec.structs.replace(CALLER, tenant=tenant, shared_prefix=shared)
+        return check_completion(body, caller).spec.salt
+
+    salted = msgspec.json.encode({"prompt": "Hi", "cache_salt": "x"})
+    assert salt_of("a") == salt_of("b")
+    assert salt_of("a", salted) == salt_of("b", salted)
+    assert len({salt_of("a"), salt_of("a", salted)}) == 2
+    assert salt_of("a") not in {salt_of(name, shared=False) for name in ("", "a", "\xff", "None")}
+
+
+@pytest.mark.parametrize(
+    ("retention", "pin"), [(None, False), ("in_memory", False), ("in-memory", False), ("24h", True)]
+)
+@pytest.mark.parametrize("check", [chat, completion])
+def test_a_prompt_that_is_to_stay_cached_is_pinned(
+    check: Callable[..., Checked], retention: str | None, pin: bool
+) -> None:
+    """`prompt_cache_retention` as OpenAI has it."""
+    assert check(prompt_cache_retention=retention).spec.pin is pin
 
 
 def test_messagepack_is_the_same_request() -> None:
