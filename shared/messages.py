@@ -432,6 +432,7 @@ class Beat(Message, frozen=True, kw_only=True):
     host: str = ""  # of a kv_tier: `shared.slots.host`; only workers there can lend it memory
     pid: int = 0  # of a kv_tier: its end frees what it was lent
     engine_counts: dict[str, int] = {}  # of a worker, once a second: some, since its start
+    kv_policy: str = ""  # of a worker: what its cache leaves out of sight; "" = nothing
 
 
 class Beacon(Message, frozen=True, kw_only=True):
@@ -449,6 +450,7 @@ class Beacon(Message, frozen=True, kw_only=True):
     max_model_len: int = 0
     queued: int = 0
     resigning: bool = False  # the last one of its sender
+    kv_policy: str = ""  # see `Beat`
 
 
 class Died(Message, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from services.gateway.replies import (
     error_response,
     idempotency_key,
     json_response,
+    marks,
     request_id,
     stream,
     tenant,
@@ -153,7 +154,7 @@ class HttpEdge:
             response = error_response(MeshError("The server had an error. It has been logged."))
         self._edge.meter.responded(response.status)
         if not response.prepared:
-            response.headers[REQUEST_ID] = request[request_id]
+            response.headers.update(marks(request, self._edge))
         if self._edge.draining:  # the next request of this client finds another gateway
             response.force_close()
         return response

@@ -13,6 +13,7 @@ class Leader:
         self.max_model_len = 0
         self.workers = 0
         self.model = ""
+        self.kv_policy = ""
 
     def hear(self, beacon: Beacon) -> bool:
         """True when this beacon shows a new leader, or the old one in a new term."""
@@ -23,6 +24,7 @@ class Leader:
         self.term, self.instance = claim
         self.workers = beacon.workers
         self.model = beacon.model or self.model
+        self.kv_policy = beacon.kv_policy
         # A pool without workers for a moment does not forget what its model can hold.
         self.max_model_len = beacon.max_model_len or self.max_model_len
         return changed

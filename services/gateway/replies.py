@@ -14,6 +14,7 @@ from services.gateway.sse import HEADERS, Source, Stream, Writer
 from shared.errors import InvalidRequest, MeshError
 
 REQUEST_ID = "X-Request-Id"
+KV_POLICY = "X-Shoal-KV-Policy"  # there where the workers' caches do not keep everything
 IDEMPOTENCY_KEY = "Idempotency-Key"
 request_id = web.RequestKey("request_id", str)
 tenant = web.RequestKey("tenant", str)
@@ -54,7 +55,13 @@ async def writer(edge: Edge, checked: Checked, created: int) -> Writer:
     return ChunkWriter(checked, answer(checked, created, await edge.echoes(checked)))
 
 
+def marks(request: web.Request, edge: Edge) -> dict[str, str]:
+    """Headers that every answer has."""
+    policy = edge.parts.table.leading.kv_policy
+    return {REQUEST_ID: request[request_id]} | ({KV_POLICY: policy} if policy else {})
+
+
 def stream(request: web.Request, edge: Edge, source: Source, writes: Writer) -> Stream:
     """A stream that has not begun, of what `writes` makes of `source`."""
-    response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id]})
+    response = web.StreamResponse(headers={**HEADERS, **marks(request, edge)})
     return Stream(request, response, source, writes, edge.config, edge.meter)

@@ -61,10 +61,10 @@ class SessionTable:
         self._pool = pool
         self._rng = rng
         self._limits = limits or Limits()
-        self._leader = Leader()
+        self.leading = Leader()
         self._watcher = Watcher()
         self._redrives = Redrives(
-            gateway, self._leader, self.outbox, rng, self._limits.redrives_per_s
+            gateway, self.leading, self.outbox, rng, self._limits.redrives_per_s
         )
         self._renewals = Renewals(gateway, self.outbox, rng)
         self._tokenizing = Tokenizing(gateway, self.outbox)
@@ -76,17 +76,17 @@ class SessionTable:
     @property
     def leader(self) -> str:
         """Instance of the leading scheduler, "" before the first beacon."""
-        return self._leader.instance
+        return self.leading.instance
 
     @property
     def term(self) -> int:
         """The highest term heard; our beats echo it."""
-        return self._leader.term
+        return self.leading.term
 
     @property
     def workers(self) -> int:
         """Workers of the pool that are ready, as its leader last said."""
-        return self._leader.workers
+        return self.leading.workers
 
     @property
     def tokenizers(self) -> int:
@@ -96,7 +96,7 @@ class SessionTable:
     @property
     def max_model_len(self) -> int:
         """Ids of prompt and output together; 0 = not known yet."""
-        return self._leader.max_model_len
+        return self.leading.max_model_len
 
     @property
     def num_sessions(self) -> int:
@@ -343,7 +343,7 @@ class SessionTable:
     def _on_beacon(self, message: Beacon, now: float) -> None:
         if message.pool != self._pool:
             return
-        changed = self._leader.hear(message)
+        changed = self.leading.hear(message)
         if self.max_model_len:
             waiting, self._waiting = self._waiting, {}
             for session in waiting.values():

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from shared.config import AboveZero, Count, Natural, NotNegative
 
 AtLeastOne = Annotated[float, Meta(ge=1)]
@@ -81,6 +82,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     l2_queue_blocks: Count = 4096  # wait to be written; beyond, the oldest are dropped
     l2_copy_bytes: Count = 8 << 20  # copied between two steps while legs run: 1 to 2 ms
     sim: SimConfig = SimConfig()
+
+    def policy(self) -> KvPolicy:
+        """What the `kv_*` mean."""
+        if self.kv_policy == "full":
+            return FULL
+        sinks = self.kv_sinks if self.kv_policy == "sinks" else 0
+        return KvPolicy.of(self.kv_window, sinks, self.max_batched_tokens)
 
     def __post_init__(self) -> None:
         if self.max_batched_tokens < self.max_legs:

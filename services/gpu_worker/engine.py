@@ -24,7 +24,6 @@ import msgspec
 from services.gpu_worker.config import EX_CONFIG, EngineLaunch
 from services.gpu_worker.engine_core import EngineCore
 from services.gpu_worker.frames import FrameReader, Kind, parse_command, publication
-from services.gpu_worker.kv_policy import KvPolicy
 from services.gpu_worker.runner import ModelRunner
 from services.gpu_worker.simulated import SimulatedRunner, readable_words
 from services.gpu_worker.status_page import StatusPage
@@ -231,9 +230,7 @@ def load(launch: EngineLaunch, progress: Callable[[str], None]) -> ModelRunner:
             step_threads=config.num_threads or _threads(STEP_THREADS),
             progress=progress,
             kv_dtype=config.kv_dtype,
-            kv_policy=KvPolicy.told(
-                config.kv_policy, config.kv_window, config.kv_sinks, config.max_batched_tokens
-            ),
+            kv_policy=config.policy(),
             cache=PackedCache(folder, config.packed_bytes_max),
         )
         # 270 MB that packing has freed, and the allocator would keep.

@@ -22,12 +22,9 @@ class KvPolicy(Struct, frozen=True):
     step_tokens: int = 0  # that a leg is computed by at once
 
     @classmethod
-    def told(cls, name: str, window: int, sinks: int, step_tokens: int) -> "KvPolicy":
-        """By the values of a configuration; `sinks` are rounded up to whole blocks."""
-        if name == "full":
-            return FULL
-        kept = -(-sinks // BLOCK_SIZE) * BLOCK_SIZE if name == "sinks" else 0
-        return cls(window, kept, step_tokens)
+    def of(cls, window: int, sinks: int, step_tokens: int) -> "KvPolicy":
+        """With `sinks` rounded up to whole blocks."""
+        return cls(window, -(-sinks // BLOCK_SIZE) * BLOCK_SIZE, step_tokens)
 
     def __str__(self) -> str:
         """As clients are told; "" = nothing is left out."""

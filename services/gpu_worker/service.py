@@ -106,6 +106,7 @@ class GpuWorker(Actor):
             step_tokens=self.config.max_batched_tokens,
             engine_seconds={} if self._beats % SECONDS_EVERY else self._seconds(),
             engine_counts={} if self._beats % SECONDS_EVERY else self._told_counts(),
+            kv_policy=str(self.config.policy()),
         )
 
     def stats(self) -> dict[str, int]:

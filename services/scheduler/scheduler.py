@@ -65,8 +65,7 @@ class SchedulerCore:
         self._line = Line(self.peers, config, self._run)
         self._office_at = now
         self._worker_at = now  # when a worker was last ready
-        self._model = ""
-        self._max_model_len = 0
+        self._roomiest = Beat(instance="", role="gpu_worker", seq=0)  # worker of the last ready
         self._placed = Rate(now)
 
     # --- views ---
@@ -382,17 +381,17 @@ class SchedulerCore:
     def _show(self, *, resigning: bool = False) -> None:
         ready = [worker.beat for worker in self.peers.workers.values() if worker.placeable]
         if ready:
-            self._model = ready[0].model
-            self._max_model_len = max(beat.max_model_len for beat in ready)
+            self._roomiest = max(ready, key=lambda beat: beat.max_model_len)
         shown = Beacon(
             scheduler=self.instance,
             term=self._leadership.term,
             pool=self._pool,
-            model=self._model,
+            model=self._roomiest.model,
             workers=len(ready),
-            max_model_len=self._max_model_len,
+            max_model_len=self._roomiest.max_model_len,
             queued=self.num_queued,
             resigning=resigning,
+            kv_policy=self._roomiest.kv_policy,
         )
         self.outbox.put(beacon(self._pool), shown)
 

@@ -171,6 +171,7 @@ EXAMPLES: list[m.Message] = [
         host="boot",
         pid=14,
         engine_counts={"preemptions": 15},
+        kv_policy="window=64",
     ),
     m.Beacon(
         scheduler="s",
@@ -181,6 +182,7 @@ EXAMPLES: list[m.Message] = [
         max_model_len=2048,
         queued=4,
         resigning=True,
+        kv_policy="window=64",
     ),
     m.Died(instance="w", reason="signal 9"),
     m.LookupBlocks(

@@ -68,6 +68,7 @@ class Script:
     stuck_after: int | None = None  # no more ids until told otherwise
     stop_reason: str | int | None = None
     sampling_defaults: SamplingDefaults | None = None  # of the model's files
+    kv_policy: str = ""  # that leaders tell
 
 
 class FakeMesh:
@@ -119,6 +120,7 @@ class FakeMesh:
                     model=MODEL,
                     workers=1,
                     max_model_len=4096,
+                    kv_policy=self.script.kv_policy,
                 ),
             )
             await asyncio.sleep(0.05)

@@ -46,6 +46,20 @@ async def test_a_stream_is_the_whole_answer_in_pieces(client: openai.AsyncOpenAI
     assert text == "Hello, world!"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_says_what_its_cache_leaves_out(edge: Front, streamed: bool) -> None:
+    """In a header, while the workers leave anything out, and only then."""
+    name = "X-Shoal-KV-Policy"
+    for policy in ("sinks=16, window=64", ""):
+        edge.mesh.script.kv_policy = policy
+        await eventually(lambda: edge.gateway.edge.parts.table.leading.kv_policy == policy)  # noqa: B023
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(edge.url + PATH, json={**CHAT, "stream": streamed}) as answer,
+        ):
+            assert answer.headers.get(name, "") == policy
+
+
 async def test_the_shape_of_a_stream(edge: Front) -> None:
     """One role chunk per choice comes first, one finish per choice last, null before it, then
     usage over all choices, then [DONE]; `usage` is null until then.

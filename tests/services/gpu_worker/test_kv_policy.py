@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from services.gpu_worker.batcher import Batcher
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.config import WorkerConfig
-from services.gpu_worker.kv_policy import KvPolicy
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from services.gpu_worker.pace import Pace
 from services.gpu_worker.runner import Outcome, Scheduled
 from services.gpu_worker.sequence import Sequence
@@ -22,8 +22,8 @@ from tests.services.gpu_worker.core_kit import Answer, Ask, Core
 from tests.services.gpu_worker.tiny_families import VOCAB, int8_runner_of, reference, runner_of
 
 PROMPT = [(7 * i * i + 3 * i + 1) % VOCAB for i in range(150)]
-SINKS = KvPolicy.told("sinks", 40, 4, 64)
-WINDOW = KvPolicy.told("window", 40, 4, 64)
+SINKS = KvPolicy.of(40, 4, 64)
+WINDOW = KvPolicy.of(40, 0, 64)
 GREEDY = SamplingParams(max_tokens=30, temperature=0, logprobs=VOCAB)
 DRAWN = msgspec.structs.replace(GREEDY, temperature=0.9, seed=11, top_p=0.9)
 
@@ -104,7 +104,7 @@ def test_a_window_is_that_of_a_model_which_has_it(models, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize(
     ("policy", "kv_dtype"),
-    [(SINKS, "auto"), (WINDOW, "auto"), (KvPolicy(), "int8"), (SINKS, "int8")],
+    [(SINKS, "auto"), (WINDOW, "auto"), (FULL, "int8"), (SINKS, "int8")],
 )
 def test_the_compiled_step_agrees_with_torch(models, name, policy, kv_dtype):
     """As near as it is without any policy: what weights in int8 cost a random model."""
@@ -245,14 +245,16 @@ def test_what_is_in_sight_is_held_and_little_more(prompts, sinks, window, step_t
 @pytest.mark.parametrize(
     ("told", "policy", "words"),
     [
-        (("full", 0, 4), KvPolicy(), ""),
+        (("full", 0, 4), FULL, ""),
         (("window", 100, 4), KvPolicy(100, 0, 64), "window=100"),
         (("sinks", 100, 4), KvPolicy(100, 16, 64), "sinks=16, window=100"),
         (("sinks", 100, 17), KvPolicy(100, 32, 64), "sinks=32, window=100"),
     ],
 )
 def test_a_policy_is_what_was_told(told, policy, words):
-    assert KvPolicy.told(*told, 64) == policy
+    names = ("kv_policy", "kv_window", "kv_sinks")
+    config = WorkerConfig(**dict(zip(names, told, strict=True)), max_batched_tokens=64)
+    assert config.policy() == policy
     assert str(policy) == words
     assert policy.lossy == bool(words)
 

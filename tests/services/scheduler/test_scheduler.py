@@ -113,6 +113,19 @@ def test_a_death_is_told_to_all_gateways_and_each_placed_leg(rig: Rig, instance:
     assert rig.sent(Lost) == []
 
 
+def test_a_beacon_tells_of_the_model_what_workers_tell(rig: Rig) -> None:
+    """Also when no worker is ready any more."""
+    for name in ("w0", "w1"):
+        rig.beat(name, model="m", max_model_len=300, kv_policy="window=64")
+    rig.sent()
+    for name in ("w0", "w1"):
+        rig.pass_time(0.3)
+        beacon = rig.sent(Beacon)[-1][1]
+        told = (beacon.model, beacon.max_model_len, beacon.kv_policy)
+        assert told == ("m", 300, "window=64")
+        rig.alive.pop(name)
+
+
 def test_a_leg_placed_at_a_lost_worker_loses_its_route(rig: Rig) -> None:
     """The reason tells the session whether it was a death: silence is none."""
     rig.submit()
