@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import pytest
+
 from services.gpu_worker.block_pool import BlockPool
 from services.gpu_worker.eviction import USES_MAX, Eviction
+from shared.ids import pack_ids
+from shared.kv import block_hashes
+from tests.services.gpu_worker.engine_kit import PROMPT, SIM, Worker
 
 
 def pool_of(num_blocks: int, **policy: Any) -> BlockPool:
@@ -153,3 +158,38 @@ def test_a_block_that_is_not_trusted_loses_its_pin() -> None:
     cache(pool, "xy")
     use(pool, "x")
     assert evicted(pool, 1) == "y"
+
+
+@pytest.mark.parametrize("pin", [False, True])
+def test_a_prompt_that_asked_for_it_outlives_legs_that_fill_the_pool(*, pin: bool) -> None:
+    """Its blocks are found again until the pin's time is over, on a worker that evicts by age."""
+    worker = Worker(SIM, pin_s=1000.0)
+
+    def reused(**fields: Any) -> int:
+        """Ids of the prompt that were cached; then others fill the pool."""
+        worker.run(choice=worker.core.num_steps, **fields)
+        worker.steps()
+        for _ in range(30):
+            choice = worker.core.num_steps
+            worker.run(choice=choice, salt=choice.to_bytes(8, "little"))
+            worker.steps()
+        return worker.take().started[0].num_cached_tokens
+
+    assert reused(pin=pin) == 0
+    assert reused() == (32 if pin else 0)
+    worker.now += 1000.0
+    worker.core.tick(worker.now)
+    assert reused() == (32 if pin else 0)
+    assert reused() == 0
+    worker.assert_empty()
+
+
+def test_a_worker_evicts_as_it_is_told() -> None:
+    """Policy and share of its settings reach its pool: a tenant over its share loses its own."""
+    worker = Worker(SIM, tenant_share=0.1)
+    for choice, salt in enumerate([b"a" * 32, *(bytes([n]) * 32 for n in (7, 7, 7, 7, 7, 7))]):
+        prompt = [choice + 1, *PROMPT] if choice else PROMPT
+        worker.run(choice=choice, salt=salt, prompt_ids=pack_ids(prompt))
+        worker.steps()
+    worker.core.pool.allocate(SIM.num_blocks - 12)
+    assert worker.core.pool.lookup(block_hashes(PROMPT, b"a" * 32))

@@ -112,6 +112,7 @@ async def test_a_leg_runs_through_both_processes() -> None:
         last = mesh.of(Beat)[-1]
         stats = worker.stats()
         await eventually(lambda: mesh.of(Beat)[-1].engine_seconds.get("simulated", 0) > 0)
+        told = [beat.engine_counts for beat in mesh.of(Beat) if beat.engine_counts]
         seconds = mesh.of(Beat)[-1].engine_seconds
 
     assert (stats["engine_steps"], stats["engine_output_tokens"]) == (20, 20)
@@ -120,6 +121,12 @@ async def test_a_leg_runs_through_both_processes() -> None:
     assert (last.term, last.load, last.waiting, last.model) == (3, 0, 0, "m")
     assert (last.free_blocks, last.total_blocks, last.block_size) == (256, 256, 16)
     assert (last.phase, last.phase_age_ms) == ("idle", 0)
+    assert told[-1] == {
+        "queried_tokens": 40,
+        "l1_hit_tokens": 0,
+        "l2_hit_tokens": 0,
+        "preemptions": 0,
+    }
     assert seconds.keys() == {"simulated", "l2_copy", "idle", "loop"}
     assert seconds["simulated"] >= 20 * FAST["step_ms"] / 1000
     assert stats["engine_us_simulated"] == pytest.approx(1e6 * seconds["simulated"])
