@@ -51,6 +51,7 @@ class Link:
         self.copy_s = 0.0
         self._runner = runner
         self._outbox = outbox
+        self._host = host()
         self._tiers: dict[str, Tier] = {}  # oldest first
         self._lending: Lending | None = None
 
@@ -68,7 +69,7 @@ class Link:
         """A kv_tier, of whatever host, shows itself."""
         if not (self.config.l2 and self.spec.block_bytes):
             return
-        if beat.host != host() or beat.draining or not beat.ready:
+        if beat.host != self._host or beat.draining or not beat.ready:
             self._tiers.pop(beat.instance, None)
             return
         tier = self._tiers.get(beat.instance)
@@ -77,6 +78,8 @@ class Link:
                 tier = Tier(Borrower(beat.instance, beat.pid))
             except OSError:  # it has just ended
                 return
+            for instance in [name for name, old in self._tiers.items() if old.borrower.is_gone]:
+                del self._tiers[instance]
             self._tiers[beat.instance] = tier
             if len(self._tiers) > _TIERS_MAX:
                 del self._tiers[next(iter(self._tiers))]

@@ -78,6 +78,18 @@ class L2Machine(RuleBasedStateMachine):
     def beat(self, worker: int, ready: bool) -> None:
         self.workers[worker].hear(self.tier, ready=ready)
 
+    @rule(worker=st.integers(0, 1), rounds=st.integers(1, 20))
+    def serve(self, worker: int, rounds: int) -> None:
+        """All goes well for a while."""
+        at_work = self.workers[worker]
+        for _ in range(rounds):
+            at_work.hear(self.tier)
+            at_work.tick(0.06)
+            at_work.exchange(self.tier)
+            at_work.tick()
+            at_work.core.step(at_work.now)
+            self.look(worker)
+
     @rule(data=st.data())
     def answer(self, data: st.DataObject) -> None:
         """Any question, in any order."""
