@@ -1,14 +1,15 @@
 """Where a step's time goes, beside what the machine allows: `python -m tests.bench.step`.
 
-Every number is the least of some rounds, in ms of all layers. Floors: `weights` and `KV` = bytes
-that a step must read / read bandwidth; `products` = int8 operations / the speed of one product that
-stays in the cache. A step cannot be faster than the largest of them.
+Every line is the fastest of some rounds, in ms of all layers. `weights` and `KV` = bytes that a
+step must read / read bandwidth, `products` = int8 operations / the speed of one product that stays
+in the cache. The floor is the larger of weights and products, and KV: `x floor` = all / floor.
 """
 
 import argparse
 import ctypes
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -71,16 +72,19 @@ class Bench:
 
     def line(self, name: str, steps: list[list[Span]], rounds: int) -> str:
         """Time of the steps, one after the other, by phase; beside it the floors."""
-        total, phases = float("inf"), dict.fromkeys(PHASES, float("inf"))
-        for _ in range(rounds + 1):
-            before = self.decoder.seconds()
-            total = min(total, least_ms(lambda: self._run(steps), 1))
-            after = self.decoder.seconds()
-            for phase in PHASES:
-                phases[phase] = min(phases[phase], (after[phase] - before[phase]) * 1e3)
-        rest = sum(phases[phase] for phase in PHASES if phase not in MAIN)
-        cells = [total, *(phases[phase] for phase in MAIN), rest, *self.floors(steps)]
+        total, phases = min((self._timed(steps) for _ in range(rounds + 1)), key=itemgetter(0))
+        rest = total - sum(phases[phase] for phase in MAIN)
+        weights, products, kv = self.floors(steps)
+        times = total / (max(weights, products) + kv)
+        cells = [total, *(phases[phase] for phase in MAIN), rest, weights, products, kv, times]
         return f"{name:>12}" + "".join(f"{cell:>10.2f}" for cell in cells)
+
+    def _timed(self, steps: list[list[Span]]) -> tuple[float, dict[str, float]]:
+        """Milliseconds of all, and of each phase."""
+        before = self.decoder.seconds()
+        total = least_ms(lambda: self._run(steps), 1)
+        after = self.decoder.seconds()
+        return total, {phase: (after[phase] - before[phase]) * 1e3 for phase in PHASES}
 
     def _run(self, steps: list[list[Span]]) -> None:
         for spans in steps:
@@ -140,7 +144,7 @@ def main() -> None:
     bench = Bench(options.model, options.threads, max([*room, *options.prompts]))
     bandwidth, speed = bench.machine
     print(f"reads {bandwidth / 1e6:.1f} GB/s, multiplies {speed / 1e6:.0f} G int8 operations/s")
-    names = ["all", *MAIN, "rest", "| weights", "products", "KV"]
+    names = ["all", *MAIN, "rest", "| weights", "products", "KV", "x floor"]
     print(" " * 12 + "".join(f"{name:>10}" for name in names))
     for name, steps in cases.items():
         print(bench.line(name, steps, options.rounds), flush=True)
