@@ -4,7 +4,8 @@ The cost of a place is the time until the leg's first id, in ids to be computed 
 its prompt that the worker does not hold, those that wait there already, and a little for each leg
 that runs. What a worker holds counts the less the fuller it is beside the emptiest one: a second
 copy of a prefix is computed once, but in a crowd every id of every answer takes longer. So a prefix
-that everybody asks for spreads.
+that everybody asks for spreads, the sooner the emptier the others are: there its computation holds
+up few. What a worker holds also makes room there for a leg that else would be computed elsewhere.
 """
 
 from collections.abc import Iterable
@@ -17,8 +18,8 @@ from shared.messages import Submit
 LEG_TOKENS = 8  # what a running leg costs its neighbours, in ids of prefill
 OUTPUT_TOKENS_GUESS = 128  # output ids that room is kept for; most answers end before max_tokens
 CROWD_TOKENS = OUTPUT_TOKENS_GUESS
-"""What a leg more costs the answer of a neighbour to its end, in ids of prefill: a row that decodes
-takes about as long as an id of a prompt.
+"""What a leg more costs an answer to its end, in ids of prefill: a row that decodes takes about as
+long as an id of a prompt. An id of a prompt holds up all legs of its worker, so it counts for each.
 """
 
 
@@ -91,12 +92,18 @@ def _has_room(worker: Peer, need: Need, prefill_steps: float) -> bool:
     beat = worker.beat
     return (
         (not beat.max_legs or worker.num_legs < beat.max_legs)
-        and worker.prefill_tokens < prefill_steps * beat.step_tokens
+        and _has_credit(worker, need, prefill_steps * beat.step_tokens)
         and need.blocks(beat.block_size) <= worker.free_blocks
     )
 
 
+def _has_credit(worker: Peer, need: Need, credit: float) -> bool:
+    """As much again at most for a prompt that the worker holds: it adds little to what waits."""
+    waits = worker.prefill_tokens
+    return waits < credit or waits < credit + min(credit, need.cached_tokens(worker))
+
+
 def _cost(worker: Peer, need: Need, fewest: int) -> int:
-    crowd = CROWD_TOKENS * (worker.num_legs - fewest)
+    crowd = CROWD_TOKENS * (worker.num_legs - fewest) // (1 + fewest)
     missing = need.prefill_tokens - max(0, need.cached_tokens(worker) - crowd)
     return missing + worker.prefill_tokens + LEG_TOKENS * worker.num_legs

@@ -126,6 +126,26 @@ def test_a_hot_prefix_does_not_gather_everybody_at_one_worker() -> None:
     assert legs == {"a": 8, "b": 8}
 
 
+def test_among_busy_workers_a_prefix_counts_longer() -> None:
+    """To compute it again would hold up all legs there."""
+    for others, name in ((0, "b"), (9, "a")):
+        workers = [holding("a", *PREFIX, load=others + 6), worker("b", load=others)]
+        for peer in workers:
+            peer.beat = replace(peer.beat, max_legs=64)
+        assert chosen(*workers, need=CACHED) == name
+
+
+def test_what_a_worker_holds_is_credit_there() -> None:
+    """Up to twice the usual: the leg adds little to what waits, elsewhere it is computed again."""
+    for waits, name in ((128, "b"), (255, "b"), (256, "a")):
+        full = worker("a", load=1, prefill_tokens_waiting=100)
+        holder = holding("b", *PREFIX, load=1, prefill_tokens_waiting=waits)
+        assert chosen(full, holder, need=CACHED) == name
+    holder = holding("b", *PREFIX[:1], load=1, prefill_tokens_waiting=143)
+    assert chosen(holder, need=CACHED) == "b"
+    assert chosen(holding("b", *PREFIX[:1], load=1, prefill_tokens_waiting=144), need=CACHED) == ""
+
+
 def test_a_prefix_draws_no_leg_to_a_worker_that_may_not_have_it() -> None:
     """Room, health, suspects and a failure there come first."""
     full = holding("b", *PREFIX, load=8)
