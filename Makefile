@@ -63,7 +63,7 @@ invariance: install ## 200 requests one by one and 32 at once: in fp32 all answe
 bench: install ## tokens/s and latencies, ours beside PEERS='name=URL; name=COMMAND'
 	@$(VENV)/bin/python -m tests.bench $(if $(PEERS),--peers '$(PEERS)') $(ARGS)
 
-quality: install ## perplexity of each precision and its distance to fp32, llama.cpp's beside it
+quality: install ## perplexity of each precision and of each way to keep less of K and V
 	@$(VENV)/bin/python -m tests.quality $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)

@@ -389,15 +389,18 @@ class Decoder {
       if (l.sinks) {
         std::memcpy(own, x, d * sizeof(float));
         rotate(own, l.query_norm, near);
+        if (m_.int8_pages) spread_head(own);
         put_query(sink_queries_.get() + at, own);
       }
       rotate(x, l.query_norm, angles);
+      if (m_.int8_pages) spread_head(x);
       put_query(queries_.get() + at, x);
     }
     const int place = in_view(span) + row - span.row;
     const int page = step_->tables[span.table + place / PAGE];
     for (int head = 0; head < m_.kv_heads; head++, x += d) {
       rotate(x, l.key_norm, angles);
+      if (m_.int8_pages) spread_head(x);
       uint8_t* to = pages(layer, head) + page * page_stride();
       put_pair(to, place % PAGE, x, x + size_t(m_.kv_heads) * d, own);
     }
@@ -412,9 +415,30 @@ class Decoder {
     return {(l.local ? m_.local_cosines : m_.cosines) + at, (l.local ? m_.local_sines : m_.sines) + at};
   }
 
+  // Keys have a few large channels, on which a scale per token would spend its steps. A Hadamard
+  // transform, not normalized, of queries and keys spreads them, and leaves the scores as they are.
+  void spread_head(float* x) {
+    spread(x, m_.dims_padded);
+    for (int i = 0; i < m_.dims_padded; i += LANES) {
+      Floats v = load<Floats>(x + i);
+      v = butterfly<8>(v);
+      v = butterfly<4>(v);
+      v = butterfly<2>(v);
+      store(x + i, butterfly<1>(v));
+    }
+  }
+
+  template <int WIDTH>
+  static Floats butterfly(Floats v) {
+    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats other = __builtin_shuffle(v, lane ^ WIDTH);
+    return (lane & WIDTH) != 0 ? other - v : v + other;
+  }
+
   void put_query(uint16_t* to, const float* x) {
-    for (int i = 0; i < m_.dims_padded; i += LANES)
-      store(to + i, to_bf16(load<Floats>(x + i) * m_.query_scale));
+    const int mixed = m_.int8_pages ? m_.dims_padded & -m_.dims_padded : 1;
+    const float scale = m_.query_scale / mixed;
+    for (int i = 0; i < m_.dims_padded; i += LANES) store(to + i, to_bf16(load<Floats>(x + i) * scale));
   }
 
   // Key and value of one token. `own` is scratch.

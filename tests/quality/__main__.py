@@ -1,4 +1,5 @@
-"""Perplexity of each precision that a worker can be told, and its distance to fp32: `make quality`.
+"""Perplexity of each precision that a worker can be told, and its distance to fp32; and of each way
+to keep less of K and V, and its distance to keeping all: `make quality`.
 
 On two fixed texts, as the worker computes: its loader, its step, its logits. llama.cpp reads the
 same where `llama-perplexity` is on PATH or named by LLAMA_PERPLEXITY.
@@ -15,6 +16,7 @@ import torch
 
 from kernels.cpu.library import cpu_flags
 from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from services.gpu_worker.model_runner import (
     RunnerSettings,
     compute_dtype,
@@ -30,7 +32,7 @@ from tests.quality import llama_cpp
 from tests.quality.measure import Summary, distances, windows
 
 PAGE = Path(__file__).parents[2] / "docs" / "quality.md"
-PLACE = "<!-- table -->\n"  # in the page's template
+PLACE, KV_PLACE = "<!-- table -->\n", "<!-- kv table -->\n"  # in the page's template
 TEMPLATE = Path(__file__).with_name("quality.md")
 UNITS = (b"amx_int8", b"amx_bf16", b"avx512_vnni", b"avx512_bf16")  # that change what is computed
 
@@ -44,8 +46,12 @@ class Row(NamedTuple):
     summary: Summary | None
 
 
-def settings(dtype: str, quantize: str, context: int) -> RunnerSettings:
+def settings(
+    dtype: str, quantize: str, context: int, kv_dtype: str = "auto", policy: KvPolicy = FULL
+) -> RunnerSettings:
     return RunnerSettings(
+        kv_dtype=kv_dtype,
+        kv_policy=policy,
         dtype=dtype,
         quantize=quantize,
         num_blocks=-(-context // BLOCK_SIZE),
@@ -98,6 +104,45 @@ def measure(model: Path, text: str, context: int) -> list[Row]:
     return rows
 
 
+class Cache(NamedTuple):
+    """A way to keep K and V."""
+
+    name: str
+    told: str
+    kv_dtype: str = "auto"
+    policy: KvPolicy = FULL
+    computed: tuple[str, str] = ("fp32", "none")  # dtype, quantize
+
+
+def caches(window: int) -> list[Cache]:
+    """Those that a worker can be told, the one that keeps all first."""
+    sinks = KvPolicy.of(window, 1, 0)
+    return [
+        Cache("all", "full"),
+        Cache("all, in int8", "kv_dtype int8", "int8"),
+        Cache(f"{sinks.sinks} sinks, window {window}", "sinks", policy=sinks),
+        Cache(f"{sinks.sinks} sinks, window {window}, in int8", "sinks", "int8", sinks),
+        Cache(f"window {window}", "window", policy=KvPolicy.of(window, 0, 0)),
+        Cache("all, computed as `auto`", "full", computed=("auto", "auto")),
+        Cache("all, in int8, computed as `auto`", "kv_dtype int8", "int8", FULL, ("auto", "auto")),
+    ]
+
+
+def measure_caches(model: Path, text: str, context: int, window: int) -> list[Row]:
+    """One row for each, in fp32 where nothing else is said: what others round would hide them."""
+    pieces = windows(Tokenizer(read_model(model)).encode(text), context)
+    found = caches(window)
+    runners = []
+    for cache in found:
+        told = settings(*cache.computed, context, cache.kv_dtype, cache.policy)
+        runners.append(load_runner(model, progress=print_progress, **told))
+    summaries = distances(runners[0], runners, pieces)
+    return [
+        Row(cache.name, cache.told, summary.perplexity, summary)
+        for cache, summary in zip(found, summaries, strict=True)
+    ]
+
+
 def print_progress(text: str) -> None:
     print(text, file=sys.stderr)
 
@@ -110,11 +155,11 @@ def told(pairs: list[tuple[str, str]]) -> str:
     return "; ".join(f"{dtype} + {'/'.join(values)}" for dtype, values in by_dtype.items())
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[Row], what: str = "computed in | `dtype` + `quantize`") -> str:
     """Markdown. The first row is what the others are compared with."""
     base = rows[0].perplexity
     lines = [
-        "| computed in | `dtype` + `quantize` | perplexity | to fp32 | mean KL | same best id |",
+        f"| {what} | perplexity | to {rows[0].name} | mean KL | same best id |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -135,13 +180,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=None, help="GGUF file or directory")
     parser.add_argument("--context", type=int, default=512, help="ids of a window, 16 or more")
+    parser.add_argument("--kv-context", type=int, default=1024, help="the same, of the caches")
+    parser.add_argument("--kv-window", type=int, default=256, help="ids that they see")
     parser.add_argument("--write", action="store_true", help="write docs/quality.md")
     options = parser.parse_args()
     if options.context < BLOCK_SIZE:
         parser.error(f"--context: {options.context} is below {BLOCK_SIZE}")
     model = options.model or default_model()
     try:
-        rows = measure(model, "".join(passages()), options.context)
+        text = "".join(passages())
+        rows = measure(model, text, options.context)
+        kept = measure_caches(model, text, options.kv_context, options.kv_window)
     except (ModelFileError, ValueError) as error:
         sys.exit(str(error))
     units = ", ".join(unit.decode() for unit in UNITS if unit in cpu_flags()) or "none of note"
@@ -150,9 +199,14 @@ def main() -> None:
         f"second half counts. Instructions: {units}. {datetime.date.today()}."
     )
     page = f"{head}\n\n{table(rows)}\n"
-    print(page, end="")
+    kv_page = (
+        f"Windows of {options.kv_context} ids, computed in fp32.\n\n"
+        f"{table(kept, 'K and V that are kept | `kv_policy`')}\n"
+    )
+    print(page, kv_page, sep="\n", end="")
     if options.write:
-        PAGE.write_text(TEMPLATE.read_text().replace(PLACE, page))
+        text = TEMPLATE.read_text().replace(PLACE, page)
+        PAGE.write_text(text.replace(KV_PLACE, kv_page))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from services.gpu_worker.config import WorkerConfig
+from services.gpu_worker.kv_policy import FULL, KvPolicy
 from shared.sampling import SamplingParams
 from tests.quality import llama_cpp
-from tests.quality.__main__ import Row, precisions, table, told
+from tests.quality.__main__ import Row, caches, precisions, table, told
 from tests.quality.measure import Distance, Summary, distances, logprobs, scored, windows
 from tests.services.gpu_worker.core_kit import Ask, Core
 from tests.services.gpu_worker.tiny_families import VOCAB, int8_runner_of, reference, runner_of
@@ -90,6 +91,27 @@ def test_a_table_says_what_was_measured():
         "| int8 | auto + auto/w8a8 | 22.000 | +10.00 % ± 0.50 | 0.0123 | 92.5 % |",
         "| llama.cpp |  | 21.000 | +5.00 % |  |  |",
     ]
+
+
+def test_every_kind_of_cache_is_asked_for():
+    """The first is what the others are compared with."""
+    found = caches(32)
+    assert {(cache.kv_dtype, cache.policy.lossy) for cache in found} == {
+        ("auto", False),
+        ("int8", False),
+        ("auto", True),
+        ("int8", True),
+    }
+    assert found[0].policy == FULL
+    assert (found[0].kv_dtype, found[0].computed) == ("auto", ("fp32", "none"))
+
+
+def test_a_window_counts_where_a_text_is_longer(folder):
+    """The same logits while it is not, others when it is."""
+    wide, narrow = (runner_of(folder, policy=KvPolicy(size)) for size in (50, 20))
+    same, other = distances(runner_of(folder), [wide, narrow], windows(IDS, 50))
+    assert (same.change, same.kl, same.same_best) == (0, 0, 1)
+    assert other.kl > 0
 
 
 def test_what_llama_perplexity_says_is_read():

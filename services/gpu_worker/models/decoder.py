@@ -15,6 +15,7 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
+from kernels.cpu.rotation import rotation
 from kernels.gated import gelu_and_mul, silu_and_mul
 from kernels.linear import Linear
 from kernels.paged_attention import AttentionGroup, Sight, paged_attention, write_kv
@@ -140,6 +141,7 @@ class _Layer:
         self._gate_up = Linear(*weights.gate_up())
         self._down = Linear(*weights.down())
         self._gated = gelu_and_mul if config.gelu else silu_and_mul
+        self._spread = rotation(config.head_dim).float() if config.kv_int8 else None
         self.kind = kind
 
     def add_to(self, hidden: Tensor, turns: Turns, step: StepInput, cache: Tensor) -> None:
@@ -162,13 +164,19 @@ class _Layer:
             keys.copy_(self._normalized(keys.float(), self._key_norm))
         sink_queries = None
         if turns.sinks is not None:
-            sink_queries = queries.clone()
-            rotary_embedding_(sink_queries, turns.sinks)
-        rotary_embedding_(heads[:, : -config.num_kv_heads], turns.rows)
+            sink_queries = self._turn(queries.clone(), turns.sinks)
+        self._turn(heads[:, : -config.num_kv_heads], turns.rows)
         write_kv(heads[:, config.num_heads :], cache, step.slots)
         groups = step.groups[self.kind.sight]
         scale, cap = config.query_scale, config.attention_softcap
         return paged_attention(queries, cache, groups, scale, cap, sink_queries).flatten(1)
+
+    def _turn(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Queries and keys in place. Keys have a few large channels, on which int8 with a scale per
+        token would spend its steps; they are spread, which leaves the scores as they are.
+        """
+        rotary_embedding_(x, factors)
+        return x if self._spread is None else x.copy_(x.float() @ self._spread)
 
     def _normalized(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.rms_eps).to(self._dtype)

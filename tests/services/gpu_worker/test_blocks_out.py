@@ -23,6 +23,8 @@ PRECISIONS = {
     "fp32": {"dtype": "fp32", "quantize": "none"},
     "bf16": {"dtype": "bf16", "quantize": "none"},
     "int8": {"dtype": "auto", "quantize": "w8a8"},
+    "fp32, KV in int8": {"dtype": "fp32", "quantize": "none", "kv_dtype": "int8"},
+    "int8, KV in int8": {"dtype": "auto", "quantize": "w8a8", "kv_dtype": "int8"},
 }
 IDS = [(7 * i * i + 3 * i + 1) % 250 for i in range(5 * BLOCK_SIZE + 9)]
 
