@@ -37,7 +37,12 @@ struct Activations {
 };
 
 constexpr int PANEL = 16;   // outputs
-constexpr int WIDE = 3;     // panels of a tile: with 8 x 3 sums gcc 12 runs out of registers
+// Rows and panels of a tile: with 8 x 3 sums gcc 12 runs out of registers, on AVX2 with more than 4.
+#ifdef __AVX512F__
+constexpr int TALL = 6, WIDE = 3;
+#else
+constexpr int TALL = 4, WIDE = 1;
+#endif
 constexpr int K_STEP = 64;  // inputs of one AMX product
 
 // --- quantization ------------------------------------------------------------------------------
@@ -80,29 +85,13 @@ inline void quantize(const float* x, int count, int padded, int group, int8_t* b
 
 // --- tiles -------------------------------------------------------------------------------------
 
-#ifndef __AVX512VNNI__
+#if !defined(__AVX512VNNI__) && !defined(__AVX2__)
 // Products of four inputs with those weights of a panel.
-inline Ints four_products(const int8_t* x, const int8_t* weights) {
-#ifdef __AVX2__
-  // |x| times the weight with x's sign: a pair's sum fits 16 bits, because neither is ever -128.
-  int32_t four;
-  std::memcpy(&four, x, 4);
-  const __m256i input = _mm256_set1_epi32(four), size = _mm256_abs_epi8(input);
-  __m256i sums[2];
-  for (int half = 0; half < 2; half++) {
-    const __m256i v = _mm256_loadu_si256((const __m256i*)(weights + 32 * half));
-    const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(v, input));
-    sums[half] = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  }
-  return load<Ints>(sums);
-#else
+inline Ints four_products(const int8_t* x, const int8_t* v) {
   Ints sums;
-  for (int i = 0; i < LANES; i++) {
-    const int8_t* v = weights + 4 * i;
+  for (int i = 0; i < LANES; i++, v += 4)
     sums[i] = x[0] * v[0] + x[1] * v[1] + x[2] * v[2] + x[3] * v[3];
-  }
   return sums;
-#endif
 }
 #endif
 
@@ -131,6 +120,28 @@ inline void multiply(const Matrix& w, int panel, const int8_t* x, size_t stride,
         asm("vpdpbusd %2, %1, %0" : "+v"(sums[r][p]) : "v"(input), "v"(v[p]));
     }
   }
+#elif defined(__AVX2__)
+  // |x| times the weight with x's sign: a pair's sum fits 16 bits, because neither is ever -128.
+  __m256i halves[R][2 * P] = {};
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int k = begin; k < end; k += 4) {
+    __m256i v[2 * P];
+    for (int h = 0; h < 2 * P; h++) {
+      const int8_t* from = weights + h / 2 * panel_bytes + k * PANEL + h % 2 * 32;
+      v[h] = _mm256_loadu_si256((const __m256i*)from);
+    }
+    for (int r = 0; r < R; r++) {
+      int32_t four;
+      std::memcpy(&four, x + r * stride + k, 4);
+      const __m256i input = _mm256_set1_epi32(four), size = _mm256_abs_epi8(input);
+      for (int h = 0; h < 2 * P; h++) {
+        const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(v[h], input));
+        halves[r][h] = _mm256_add_epi32(halves[r][h], _mm256_madd_epi16(pairs, ones));
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++) sums[r][p] = load<Ints>(&halves[r][2 * p]);
 #else
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) sums[r][p] = Ints{};
@@ -175,7 +186,7 @@ template <int P>
 inline void rows_by_tile(const Matrix& w, int panel, const Activations& x, int begin, int end,
                          const Output& out) {
   // With groups the totals are live beside the sums.
-  const int tallest = w.group == w.in ? 6 : 4;
+  const int tallest = w.group == w.in ? TALL : 4;
   for (int row = begin; row < end;) {
     const int rest = end - row;
     const int tiles = (rest + tallest - 1) / tallest;
