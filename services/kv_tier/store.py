@@ -1,69 +1,181 @@
-"""Blocks in Redis: one key per block, one value per key. The only module that knows Redis.
+"""The L2 of a cluster: N servers, each of which holds a share of the blocks. Any doubt is a miss.
 
-Any doubt is a miss: whatever goes wrong here is `Unavailable`, which the caller turns into one.
+A block belongs to the server that ranks it highest (rendezvous hashing), so that the others keep
+theirs when one comes or goes. A server that is dead, slow or full is a smaller cache: its breaker
+opens, its blocks are missing, nothing else changes.
+
+Connections block, so each is used in a thread. A call ends at its deadline whatever the server
+does, and nothing is cancelled: when it returns nobody touches a slot any more.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+import xxhash
 
+from services.kv_tier import blocks
+from services.kv_tier.blocks import Name, Offered, Wanted
 from services.kv_tier.config import Config
+from services.kv_tier.resp import Address, Connection, Refused
+from shared.breaker import Breaker
+from shared.config import ConfigError
 from shared.errors import Unavailable
 from shared.kv import BlockHash
 
-FORMAT = 1  # of the value; another format is another key
-_ROUND = 256  # keys asked for in one round trip
+T = TypeVar("T")
+R = TypeVar("R")
+Job = Callable[[Connection, float], T]
+
+_FAIR = 0.25  # of `answer_s`: whoever had less does not prove that a server is slow
 
 
-def block_key(block_hash: BlockHash) -> bytes:
-    """The Redis key of a block."""
-    return b"kv:%d:%s" % (FORMAT, block_hash.hex().encode())
+class Shard:
+    """One server."""
+
+    def __init__(self, url: str, config: Config) -> None:
+        try:
+            self._address = Address(url)
+        except ValueError as error:
+            raise ConfigError(f"redis_url: {error}") from error
+        self.breaker = Breaker(config.breaker)
+        self.failures = 0
+        self.last_failure = ""
+        self._config = config
+        self._seed = xxhash.xxh3_64_intdigest(str(self._address).encode())
+        self._idle: list[Connection] = []
+        self._threads = ThreadPoolExecutor(config.connections, thread_name_prefix="redis")
+
+    def rank(self, block_hash: BlockHash) -> int:
+        return int(xxhash.xxh3_64_intdigest(block_hash, self._seed))
+
+    async def run(self, job: Job[T], deadline: float) -> T | None:
+        """What `job` returns; None = the server is not asked, or could not say in time."""
+        permit = self.breaker.enter(time.monotonic())
+        if permit is None:
+            return None
+        worked: bool | None = None
+        try:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._threads, self._do, job, deadline)
+        except (Unavailable, Refused) as error:
+            self.failures += 1
+            self.last_failure = str(error)
+            worked = False
+            return None
+        except _Unfair:
+            return None
+        else:
+            worked = True
+            return result
+        finally:
+            permit.end(worked, time.monotonic())
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._threads.shutdown)
+        self._forget()
+
+    def _do(self, job: Job[T], deadline: float) -> T:
+        """In a thread."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise _Unfair
+        connection = None
+        try:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connect_s = min(left_s, self._config.connect_s)
+                connection = Connection(self._address, connect_s)
+            result = job(connection, deadline)
+        except BaseException as error:
+            if connection is not None:
+                connection.close()
+            self._forget()  # a server that was started again has closed them, too
+            if isinstance(error, Unavailable) and left_s < _FAIR * self._config.answer_s:
+                raise _Unfair from error
+            raise
+        self._idle.append(connection)
+        return result
+
+    def _forget(self) -> None:
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
 
 class BlockStore:
-    """The blocks that one Redis holds. Safe to call from several tasks."""
+    """The blocks of all servers. Deadlines are of `time.monotonic`."""
 
-    def __init__(self, url: str, config: Config) -> None:
-        self._answer_s = config.answer_s
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=config.connections,
-            timeout=config.connect_s,  # waiting for a free connection
-            socket_timeout=config.answer_s,
-            socket_connect_timeout=config.connect_s,
-            retry=Retry(NoBackoff(), 0),  # its default retries for seconds; a cache must not
-            socket_read_size=1 << 20,  # twice the throughput of its default on 1 MB values
-        )
-        self._redis = Redis(connection_pool=self._pool)
+    def __init__(self, urls: Sequence[str], config: Config) -> None:
+        """Raises `ConfigError`."""
+        self.shards = [Shard(url, config) for url in urls]
+        self._config = config
 
-    async def count_prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks exist, from the first up to the first hole.
+    async def count_prefix(self, names: Sequence[Name], deadline: float) -> int:
+        """How many of these are there, from the first up to the first hole."""
 
-        Raises `Unavailable` when Redis cannot say within `answer_s`.
-        """
-        try:
-            async with asyncio.timeout(self._answer_s):
-                return await self._count_prefix(block_hashes)
-        except (RedisError, OSError) as error:  # TimeoutError is an OSError
-            raise Unavailable(f"redis: {type(error).__name__}: {error}") from error
+        async def ask(shard: Shard, mine: list[Name]) -> set[Name]:
+            answers = await shard.run(lambda c, d: blocks.exist(c, mine, d), deadline)
+            pairs = zip(mine, answers or [False] * len(mine), strict=True)
+            return {name for name, is_there in pairs if is_there}
 
-    async def _count_prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        found = 0
-        for start in range(0, len(block_hashes), _ROUND):
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                for block_hash in block_hashes[start : start + _ROUND]:
-                    pipeline.exists(block_key(block_hash))
-                answers: list[int] = await pipeline.execute()
-            for answer in answers:
-                if not answer:
-                    return found
-                found += 1
-        return found
+        parts = await self._each(names, lambda name: name.block_hash, ask)
+        there = set().union(*parts)
+        for count, name in enumerate(names):
+            if name not in there:
+                return count
+        return len(names)
+
+    async def load(self, wanted: Sequence[Wanted], deadline: float) -> Counter[str]:
+        """Read these into their slots; blocks by outcome, and bytes."""
+
+        async def ask(shard: Shard, mine: list[Wanted]) -> None:
+            await shard.run(lambda c, d: blocks.read(c, mine, self._config, d), deadline)
+
+        await self._each(wanted, lambda block: block.name.block_hash, ask)
+        return blocks.tally(wanted)
+
+    async def store(self, offered: Sequence[Offered], deadline: float) -> Counter[str]:
+        """Write these from their slots where they are missing; the same."""
+
+        async def ask(shard: Shard, mine: list[Offered]) -> None:
+            await shard.run(lambda c, d: blocks.write(c, mine, self._config, d), deadline)
+
+        await self._each(offered, lambda block: block.name.block_hash, ask)
+        return blocks.tally(offered)
+
+    async def use(self, names: Sequence[Name], deadline: float) -> None:
+        """Running legs would need these again."""
+
+        async def ask(shard: Shard, mine: list[Name]) -> None:
+            await shard.run(lambda c, d: blocks.use(c, mine, self._config, d), deadline)
+
+        await self._each(names, lambda name: name.block_hash, ask)
 
     async def close(self) -> None:
-        await self._redis.aclose()
-        await self._pool.disconnect()
+        for shard in self.shards:
+            await shard.close()
+
+    async def _each(
+        self,
+        items: Iterable[T],
+        hash_of: Callable[[T], BlockHash],
+        ask: Callable[[Shard, list[T]], Awaitable[R]],
+    ) -> list[R]:
+        """Ask each server about the items that are its own, all at once."""
+        if not self.shards:
+            return []
+        shares: dict[Shard, list[T]] = {}
+        for item in items:
+            block_hash = hash_of(item)
+            owner = max(self.shards, key=lambda shard: shard.rank(block_hash))
+            shares.setdefault(owner, []).append(item)
+        return await asyncio.gather(*(ask(shard, mine) for shard, mine in shares.items()))
+
+
+class _Unfair(Exception):
+    """Too little time was left to say anything about the server."""

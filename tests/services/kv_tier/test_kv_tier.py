@@ -1,192 +1,306 @@
-"""kv_tier against a real Redis: the longest prefix, and every doubt a miss."""
+"""kv_tier against a real Redis: blocks from slots to L2 and back, and every doubt a miss."""
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
-import msgspec
 import pytest
-import redis.asyncio
+from redis import Redis
 
-from deploy.servers import Server, start_redis
-from services.kv_tier.config import Config
-from services.kv_tier.service import KvTier
-from services.kv_tier.store import BlockStore, block_key
-from shared.bus import Delivery
-from shared.config import ConfigError, Launch
-from shared.errors import Unavailable
-from shared.messages import BlocksFound, LookupBlocks, encode
-from shared.subjects import inbox
-from shared.testing import MemoryBroker, MemoryBus, eventually, running
-from tests.services.launches import launch_of
+from deploy.servers import Running, Server, start
+from services.kv_tier.blocks import block_key
+from shared.config import ConfigError
+from shared.messages import LookupBlocks
+from shared.slots import host
+from shared.testing import MemoryBroker, eventually, running
+from tests.services.kv_tier.kit import (
+    FINGERPRINT,
+    HASHES,
+    Lender,
+    content,
+    key,
+    serving,
+    tier_on,
+    until_quiet,
+)
 
-HASHES = [bytes([n]) * 16 for n in range(6)]
-
-
-async def put(server: Server, *hashes: bytes) -> None:
-    client = redis.asyncio.Redis.from_url(server.url)
-    for block_hash in hashes:
-        await client.set(block_key(block_hash), b"x")
-    await client.aclose()
+ALL = range(8)
 
 
-@pytest.fixture
-async def store(redis_server: Server) -> AsyncIterator[BlockStore]:
-    client = redis.asyncio.Redis.from_url(redis_server.url)
-    await client.flushall()
-    await client.aclose()
-    opened = BlockStore(redis_server.url, Config(answer_s=5.0, connect_s=5.0))
-    yield opened
-    await opened.close()
+async def test_blocks_come_back_as_they_went(
+    redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
+    """Up to the first hole; no more than there are slots; none where it is not worth it."""
+    async with serving(tier_on(broker, redis_server.url)) as tier:
+        assert await worker.store(0, 1, 2, 4) == 4
+        assert await worker.load(ALL) == [content(number) for number in (0, 1, 2)]
+        found = await worker.ask(worker.lookup(HASHES, 2))
+        assert (found.num_blocks, found.num_loaded) == (3, 2)
+        found = await worker.ask(worker.lookup(HASHES, 3, min_blocks=4))
+        assert (found.num_blocks, found.num_loaded) == (3, 0)
+        assert await worker.load(ALL, fingerprint=b"another model...") == []
+        assert tier.stats()["loaded_blocks"] == 5
 
 
-async def test_prefix_ends_at_the_first_hole(store: BlockStore, redis_server: Server) -> None:
-    """Blocks after a hole are of no use and do not count."""
-    await put(redis_server, HASHES[0], HASHES[1], HASHES[3])
-    assert await store.count_prefix(HASHES) == 2
-    assert await store.count_prefix(HASHES[1:]) == 1
-    assert await store.count_prefix(HASHES[2:]) == 0
-    assert await store.count_prefix([]) == 0
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    [
+        ("raw", "fp32"),
+        ("zstd", "bf16"),
+        ("zstd", "digests"),
+        ("int8", "bf16"),
+        ("int8", "fp32"),
+        ("int8", "digests"),
+    ],
+)
+async def test_a_reader_needs_no_setting(
+    codec: str, dtype: str, redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
+    """The frame says how it was written. Zeros: every codec keeps them, and makes them small."""
+    async with serving(tier_on(broker, redis_server.url, codec=codec)):
+        offer = worker.offer([0], dtype=dtype)
+        worker.slots.payload(offer.slots[0])[:] = bytes(4096)
+        await worker.ask(offer)
+    is_small = redis.strlen(key(0)) < 4096
+    assert is_small == (codec == "zstd" or (codec == "int8" and dtype != "digests"))
+    async with serving(tier_on(broker, redis_server.url)):
+        assert await worker.load([0]) == [bytes(4096)]
 
 
-async def test_long_prompts_take_several_rounds(store: BlockStore, redis_server: Server) -> None:
+async def test_a_lookup_without_slots_counts(
+    redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
+    """As whoever has no memory to lend asks; bytes that are no whole hash are ignored."""
+    async with serving(tier_on(broker, redis_server.url)) as tier:
+        await worker.store(0, 1)
+        packed = b"".join(HASHES) + b"odd"
+        assert (await worker.ask(worker.lookup([], block_hashes=packed))).num_blocks == 2
+        assert (await worker.ask(worker.lookup([]))).num_blocks == 0
+        unknown = LookupBlocks(lookup_id=99, worker=worker.name, block_hashes=b"x" * 64)
+        assert (await worker.ask(unknown)).num_blocks == 0
+        assert tier.stats()["misses"] == 2
+
+
+async def test_long_prompts_take_several_rounds(
+    redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
     """A prefix longer than one round trip's keys is counted to its end."""
     many = [number.to_bytes(16, "big") for number in range(1, 700)]
-    await put(redis_server, *many)
-    assert await store.count_prefix([*many, b"\xff" * 16]) == 699
+    for name in many:
+        redis.set(block_key(FINGERPRINT, name), b"x")
+    async with serving(tier_on(broker, redis_server.url)):
+        found = await worker.ask(worker.lookup([*many, b"\xff" * 16]))
+        assert found.num_blocks == 699
 
 
-async def test_many_lookups_share_few_connections(store: BlockStore, redis_server: Server) -> None:
-    """More lookups than connections wait for one, and none is answered with another's reply."""
-    await put(redis_server, HASHES[0], HASHES[1])
-    asked = [HASHES, HASHES[1:], HASHES[2:]] * 20
-    assert await asyncio.gather(*map(store.count_prefix, asked)) == [2, 1, 0] * 20
+def flip(redis: Redis, number: int, bit: int) -> None:
+    redis.setbit(key(number), bit, 1 - redis.getbit(key(number), bit))
 
 
-async def test_no_redis_is_said_at_once(tmp_path: Path) -> None:
-    """A socket that nobody listens on is `Unavailable`, without retries."""
-    absent = BlockStore(f"unix://{tmp_path}/none.sock", Config())
-    with pytest.raises(Unavailable):
-        await absent.count_prefix(HASHES)
-    await absent.close()
+def swap(redis: Redis, one: int, other: int) -> None:
+    redis.rename(key(one), "x")
+    redis.rename(key(other), key(one))
+    redis.rename("x", key(other))
 
 
-def launch(url: str, **settings: object) -> Launch:
-    return launch_of("kv_tier", "kv_tier-0-a", settings, redis_url=url)
+@pytest.mark.parametrize(
+    ("harm", "reason", "left"),
+    [
+        (lambda redis: flip(redis, 2, 8 * 1000), "rejected_checksum", 2),
+        (lambda redis: flip(redis, 2, 0), "rejected_magic", 2),
+        (lambda redis: flip(redis, 2, 8 * 20), "rejected_fingerprint", 2),
+        (lambda redis: swap(redis, 2, 5), "rejected_hash", 2),
+        (lambda redis: redis.set(key(1), redis.get(key(1))[:-1]), "rejected_short", 1),
+        (lambda redis: redis.append(key(1), "more"), "rejected_length", 1),
+        (lambda redis: redis.set(key(1), ""), "rejected_short", 1),
+        (lambda redis: redis.set(key(3), "x" * 300_000), "rejected_magic", 3),
+        (lambda redis: redis.unlink(*[key(number) for number in range(1, 8, 2)]), "", 1),
+    ],
+    ids=["payload", "magic", "header", "swapped", "cut", "longer", "empty", "foreign", "half gone"],
+)
+async def test_what_is_not_as_it_was_is_a_miss(
+    harm: object,
+    reason: str,
+    left: int,
+    redis: Redis,
+    redis_server: Server,
+    broker: MemoryBroker,
+    worker: Lender,
+) -> None:
+    """The prefix ends before it; it is counted by reason, deleted, and can be written again."""
+    async with serving(tier_on(broker, redis_server.url)) as tier:
+        assert await worker.store(*ALL) == 8
+        harm(redis)  # type: ignore[operator]
+        assert await worker.load(ALL) == [content(number) for number in range(left)]
+        if reason:
+            assert tier.stats()[reason] >= 1
+            assert not redis.exists(key(left))
+        assert await worker.store(*ALL) == 8
+        assert await worker.load(ALL) == [content(number) for number in ALL]
 
 
-class Asker:
-    """A worker that asks a kv_tier over a bus in memory."""
-
-    def __init__(self, broker: MemoryBroker) -> None:
-        self.bus = MemoryBus(broker)
-        self.answers: list[BlocksFound] = []
-
-    async def listen(self) -> None:
-        await self.bus.subscribe(inbox("worker-1"), self._on)
-
-    def _on(self, delivery: Delivery) -> None:
-        self.answers.append(msgspec.msgpack.decode(delivery.payload, type=BlocksFound))
-
-    def send(self, block_hashes: bytes) -> None:
-        message = LookupBlocks(lookup_id=1, worker="worker-1", block_hashes=block_hashes)
-        self.bus.publish(inbox("kv_tier-0-a"), encode(message))
-
-    async def ask(self, block_hashes: bytes) -> int:
-        self.answers.clear()
-        self.send(block_hashes)
-        await eventually(lambda: bool(self.answers))
-        return self.answers[0].num_blocks
+async def test_another_size_of_block_is_a_miss(
+    redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
+    """Even of the same name."""
+    other = await Lender(broker, slot_bytes=8192).listen()
+    async with serving(tier_on(broker, redis_server.url)) as tier:
+        await worker.store(0)
+        message = other.lookup(HASHES[:1], 1)
+        other.send(message)
+        await until_quiet(tier)
+        await eventually(lambda: tier.stats().get("rejected_length", 0) == 1)
+        assert other.slots.returned(message.slots)
 
 
-async def test_service_answers_prefix(store: BlockStore, redis_server: Server) -> None:
-    """The worker is told the length of the prefix; bytes that are no whole hash are ignored."""
-    await put(redis_server, HASHES[0])
-    broker = MemoryBroker()
-    asker = Asker(broker)
-    await asker.listen()
-    async with running(KvTier(launch(redis_server.url, answer_s=5.0), MemoryBus(broker))):
-        assert await asker.ask(b"".join(HASHES) + b"odd") == 1
-        assert await asker.ask(b"") == 0
+@pytest.mark.parametrize(
+    ("admission", "first", "second", "loaded"),
+    [
+        ("second_use", 120, 3600, 3600),
+        ("always", 3600, 3600, 3600),
+        ("never", 120, 120, 120),
+    ],
+)
+async def test_what_is_kept_for_how_long(
+    admission: str,
+    first: int,
+    second: int,
+    loaded: int,
+    redis: Redis,
+    redis_server: Server,
+    broker: MemoryBroker,
+    worker: Lender,
+) -> None:
+    """Within the jitter: new to L2, written a second time, loaded; running legs only prolong."""
+
+    def near(number: int, seconds: int) -> bool:
+        return abs(redis.pttl(key(number)) / 1000 - seconds) <= 0.1 * seconds + 1
+
+    async with serving(tier_on(broker, redis_server.url, admission=admission)):
+        await worker.store(0, 1)
+        assert near(0, first)
+        await worker.store(0)
+        assert near(0, second)
+        await worker.load([1])
+        assert near(1, loaded)
+        redis.pexpire(key(1), 5000)
+        used = worker.offer([], used=b"".join(HASHES))
+        await worker.ask(used)
+        assert near(0, second)
+        assert near(1, 120)
 
 
-async def test_a_stopped_service_answers_what_was_asked(
-    store: BlockStore, redis_server: Server
+async def test_a_full_redis_is_only_counted(
+    own: Running, broker: MemoryBroker, worker: Lender
+) -> None:
+    """What it has is still read, and its breaker stays closed."""
+    async with serving(tier_on(broker, own.server.url)) as tier:
+        assert await worker.store(0, 1) == 2
+        with Redis.from_url(own.server.url) as redis:
+            redis.config_set("maxmemory-policy", "noeviction")
+            redis.config_set("maxmemory", 1)
+        for _ in range(8):
+            assert await worker.store(2, 3) == 0
+        assert await worker.load(ALL) == [content(0), content(1)]
+        assert tier.stats()["refused_blocks"] == 16
+        assert tier.stats()["breaker_opened"] == 0
+
+
+async def test_without_redis_all_is_a_miss(broker: MemoryBroker, worker: Lender) -> None:
+    """None configured, and none there."""
+    for urls in ([], ["unix:///nowhere/none.sock"]):
+        async with serving(tier_on(broker, *urls)):
+            for _ in range(7):
+                assert await worker.store(0) == 0
+                assert await worker.load(ALL) == []
+
+
+async def test_a_hung_redis_opens_the_breaker_and_heals(
+    own: Running, broker: MemoryBroker, worker: Lender
+) -> None:
+    """Lookups end in time, then at once; afterwards the blocks are back."""
+    breaker = {"failures": 2, "window_s": 60.0, "open_s": 0.05}
+    tier = tier_on(broker, own.server.url, answer_s=0.1, store_s=0.1, breaker=breaker)
+    async with serving(tier):
+        await worker.store(0)
+        os.kill(own.process.pid, signal.SIGSTOP)
+        for _ in range(3):
+            assert await worker.load([0]) == []
+            assert await worker.store(1) == 0
+        assert tier.stats()["breaker_opened"] > 0
+        os.kill(own.process.pid, signal.SIGCONT)
+        for _ in range(200):
+            if await worker.load([0]):
+                break
+        assert await worker.load([0]) == [content(0)]
+
+
+async def test_a_dead_server_is_a_smaller_cache(
+    own: Running, redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
+) -> None:
+    """Two hold a share each; without one, the blocks of the other are still found."""
+    tier = tier_on(broker, own.server.url, redis_server.url, breaker={"failures": 1})
+    async with serving(tier):
+        assert await worker.store(*range(32)) == 32
+        here = [number for number in range(32) if redis.exists(key(number))]
+        there = [number for number in range(32) if number not in here]
+        assert here
+        assert there
+        own.stop()
+        for number in there:
+            assert await worker.load([number]) == []
+        assert await worker.load(here) == [content(number) for number in here]
+        assert tier.stats()["breaker_opened"] >= 1
+
+
+async def test_a_restarted_redis_is_found(
+    own: Running, broker: MemoryBroker, worker: Lender
+) -> None:
+    """Connections of before are all thrown away after one failure."""
+    async with serving(tier_on(broker, own.server.url)) as tier:
+        messages = [worker.lookup(HASHES) for _ in range(9)]
+        for message in messages:
+            worker.send(message)  # over all connections
+        for message in messages:
+            await worker.answered(message)
+        own.stop()
+        again = start(own.server)
+        try:
+            assert await worker.load([0]) == []
+            assert await worker.store(0) == 1
+            assert await worker.load([0]) == [content(0)]
+            assert tier.stats()["failures"] == 1
+        finally:
+            again.stop()
+
+
+async def test_a_stopped_service_does_what_was_asked(
+    redis: Redis, redis_server: Server, broker: MemoryBroker, worker: Lender
 ) -> None:
     """Also what was on its way when it was told to stop."""
-    await put(redis_server, HASHES[0])
-    broker = MemoryBroker()
-    asker = Asker(broker)
-    await asker.listen()
-    async with running(
-        KvTier(launch(redis_server.url, answer_s=5.0), MemoryBus(broker))
-    ) as kv_tier:
-        kv_tier.stop()
-        await eventually(lambda: kv_tier.draining)
-        asker.send(HASHES[0])
-    assert [found.num_blocks for found in asker.answers] == [1]
+    async with running(tier_on(broker, redis_server.url)) as tier:
+        tier.stop()
+        await eventually(lambda: tier.draining)
+        offer = worker.offer([0])
+        worker.send(offer)
+    assert (await worker.answered(offer)).num_blocks == 1
 
 
-async def test_service_without_redis_answers_miss() -> None:
-    """No Redis configured, and a dead Redis, are both an empty cache."""
-    for url in ("", "unix:///nowhere/none.sock"):
-        broker = MemoryBroker()
-        asker = Asker(broker)
-        await asker.listen()
-        async with running(KvTier(launch(url), MemoryBus(broker))):
-            for _ in range(8):
-                assert await asker.ask(HASHES[0]) == 0
+async def test_its_beat_says_where_it_is(broker: MemoryBroker) -> None:
+    """Only workers of its host can lend it memory."""
+    beat = tier_on(broker).beat()
+    assert (beat.host, beat.pid) == (host(), os.getpid())
 
 
-async def test_hung_redis_opens_the_breaker_and_heals(tmp_path: Path) -> None:
-    """A stopped Redis costs misses; the breaker stops asking, and finds it again afterwards."""
-    server = start_redis(tmp_path)
-    broker = MemoryBroker()
-    asker = Asker(broker)
-    await asker.listen()
-    breaker = {"failures": 2, "window_s": 60.0, "open_s": 0.05}
-    tier = KvTier(launch(server.server.url, answer_s=0.2, breaker=breaker), MemoryBus(broker))
-    try:
-        await put(server.server, HASHES[0])
-        async with running(tier):
-            os.kill(server.process.pid, signal.SIGSTOP)
-            for _ in range(3):
-                assert await asker.ask(HASHES[0]) == 0
-            assert tier.breaker.opened > 0
-            os.kill(server.process.pid, signal.SIGCONT)
-            for _ in range(200):
-                if await asker.ask(HASHES[0]) == 1:
-                    break
-                await asyncio.sleep(0.01)
-            assert await asker.ask(HASHES[0]) == 1
-            assert tier.breaker.state(tier.clock()) == "closed"
-    finally:
-        server.stop()
-
-
-async def test_too_many_lookups_are_misses(tmp_path: Path) -> None:
-    """Beyond `max_lookups` in hand the answer is a miss at once, and all are answered."""
-    server = start_redis(tmp_path)
-    broker = MemoryBroker()
-    asker = Asker(broker)
-    await asker.listen()
-    tier = KvTier(launch(server.server.url, answer_s=0.2, max_lookups=2), MemoryBus(broker))
-    try:
-        await put(server.server, HASHES[0])
-        os.kill(server.process.pid, signal.SIGSTOP)
-        async with running(tier):
-            for _ in range(20):
-                asker.send(HASHES[0])
-            await eventually(lambda: len(asker.answers) == 20)
-            assert tier.failures == 2
-            os.kill(server.process.pid, signal.SIGCONT)
-    finally:
-        server.stop()
-
-
-def test_unknown_setting_is_named() -> None:
-    """A key that does not exist stops the process by name."""
-    with pytest.raises(ConfigError, match="answer_ms"):
-        KvTier(launch("", answer_ms=3), MemoryBus(MemoryBroker()))
+@pytest.mark.parametrize(
+    ("urls", "settings", "named"),
+    [
+        ([], {"answer_ms": 3}, "answer_ms"),
+        ([], {"codec": "zip"}, "codec"),
+        (["http://x"], {}, "redis_url"),
+        (["redis://"], {}, "redis_url"),
+    ],
+)
+def test_a_bad_setting_is_named(urls: list[str], settings: dict[str, object], named: str) -> None:
+    """It stops the process."""
+    with pytest.raises(ConfigError, match=named):
+        tier_on(MemoryBroker(), *urls, **settings)
