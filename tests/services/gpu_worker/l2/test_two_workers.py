@@ -1,94 +1,48 @@
-"""Workers as the mesh sees them, two processes each, and a kv_tier between them."""
+"""Two real workers, and what one takes over from the other through L2."""
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
-from services.gpu_worker.service import GpuWorker
-from shared.ids import pack_ids, unpack_ids
-from shared.messages import (
-    Ended,
-    Run,
-    Started,
-    StepDone,
-    Submit,
-    ToKvTier,
-    encode,
-)
+from deploy.servers import Server
+from services.kv_tier.service import KvTier
+from shared.errors import Unavailable
+from shared.ids import pack_ids
+from shared.messages import ToKvTier, encode
 from shared.sampling import SamplingParams
 from shared.subjects import beat, inbox
-from shared.testing import MemoryBroker, MemoryBus, eventually, running
-from tests.services.gpu_worker.l2.tier_kit import L2, LONG, Tier
+from shared.testing import MemoryBus, eventually, running
+from tests.services.gpu_worker.l2.tier_kit import LONG, Tier
+from tests.services.gpu_worker.l2.workers_kit import TwoWorkers
 from tests.services.launches import launch_of
 
-SIM = {"step_ms": 1, "per_token_us": 0, "output_tokens_max": 0, "num_blocks": 256}
-Heard = Started | StepDone | Ended
 
+class TierOnBus(Tier):
+    """Beats, and answers unless it is `mute`."""
 
-class Mesh:
-    """Two workers and `tier`, which beats, and answers unless it is `mute`."""
-
-    def __init__(self) -> None:
-        self.broker = MemoryBroker()
-        self.bus = MemoryBus(self.broker)
-        self.tier = Tier()
+    def __init__(self, mesh: TwoWorkers) -> None:
+        super().__init__()
         self.mute = False
-        self.heard: list[Any] = []
-        self.workers = [self._worker(number) for number in range(2)]
-        self._decode = msgspec.msgpack.Decoder(Heard).decode
-        self._decode_question = msgspec.msgpack.Decoder(ToKvTier).decode
-
-    def _worker(self, number: int) -> GpuWorker:
-        settings = {"engine": "sim", "drain_s": 0.2, "sim": SIM, **L2}
-        launch = launch_of("gpu_worker", f"gpu_worker-{number}-aaaaaa", settings, model_name="m")
-        return GpuWorker(launch, MemoryBus(self.broker))
+        self._bus = mesh.bus
+        self._decode = msgspec.msgpack.Decoder(ToKvTier).decode
 
     @contextlib.asynccontextmanager
     async def up(self) -> AsyncIterator[None]:
-        for subject in (inbox("g-1"), inbox("d-1"), inbox("s-1")):
-            await self.bus.subscribe(subject, self._hear)
-        await self.bus.subscribe(inbox(self.tier.instance), self._answer)
-        async with running(self.workers[0]), running(self.workers[1]):
-            self._say_hello(1)  # before anything that a worker is sent from now on
-            beating = asyncio.create_task(self._beat())
-            yield
-            beating.cancel()
+        await self._bus.subscribe(inbox(self.instance), self._take)
+        self._say_hello(1)  # before anything that a worker is sent from now on
+        beating = asyncio.create_task(self._beat())
+        yield
+        beating.cancel()
 
-    async def leg(self, worker: int, choice: int, prompt: list[int]) -> tuple[int, list[int]]:
-        """How much of it was cached, and its ids."""
-        submit = Submit(
-            request_id="r",
-            choice=choice,
-            epoch=1,
-            gateway="g-1",
-            model="m",
-            tenant="t",
-            prompt_ids=pack_ids(prompt),
-            sampling=SamplingParams(max_tokens=20, seed=7),
-        )
-        run = Run(submit=submit, scheduler="s-1", term=3, detokenizer="d-1")
-        self.bus.publish(inbox(self.workers[worker].instance), encode(run))
-        await eventually(
-            lambda: any(leg.choice == choice for e in self._of(Ended) for leg in e.legs)
-        )
-        (started,) = [message for message in self._of(Started) if message.choice == choice]
-        records = [record for message in self._of(StepDone) for record in message.records]
-        ids = [i for r in records if r.choice == choice for i in unpack_ids(r.ids)]
-        return started.num_cached_tokens, ids
-
-    def _of(self, kind: type[Any]) -> list[Any]:
-        return [message for message in self.heard if isinstance(message, kind)]
-
-    def _hear(self, delivery: Any) -> None:
-        self.heard.append(self._decode(delivery.payload))
-
-    def _answer(self, delivery: Any) -> None:
-        question = self._decode_question(delivery.payload)
-        for answer in [] if self.mute else self.tier.answer(question):
-            self.bus.publish(inbox(question.worker), encode(answer))
+    def _take(self, delivery: Any) -> None:
+        question = self._decode(delivery.payload)
+        for answer in [] if self.mute else self.answer(question):
+            self._bus.publish(inbox(question.worker), encode(answer))
 
     async def _beat(self) -> None:
         for seq in range(2, 10_000):
@@ -96,27 +50,56 @@ class Mesh:
             self._say_hello(seq)
 
     def _say_hello(self, seq: int) -> None:
-        subject = beat("kv_tier", self.tier.instance)
-        self.bus.publish(subject, encode(self.tier.beat(seq=seq)))
+        self._bus.publish(beat("kv_tier", self.instance), encode(self.beat(seq=seq)))
 
 
 async def test_what_one_worker_has_computed_another_takes_from_l2() -> None:
     """By memory that its engine lends. A kv_tier that falls silent holds a leg up for no longer
     than it may, though the engine has nothing else to do.
     """
-    mesh = Mesh()
-    async with mesh.up():
-        cached, truth = await mesh.leg(0, 1, LONG)
-        await eventually(lambda: len(mesh.tier.blocks) >= len(LONG) // 16)
-        again, ids = await mesh.leg(1, 2, LONG)
-        mesh.mute = True
-        _, other = await mesh.leg(1, 3, LONG[8:])
-        mesh.mute = False
-        _, same = await mesh.leg(0, 4, LONG[8:])
+    mesh = TwoWorkers()
+    tier = TierOnBus(mesh)
+    async with mesh.up(), tier.up():
+        truth = await mesh.leg(0, 1, LONG)
+        await eventually(lambda: len(tier.blocks) >= len(LONG) // 16)
+        ids = await mesh.leg(1, 2, LONG)
+        tier.mute = True
+        other = await mesh.leg(1, 3, LONG[8:])
+        tier.mute = False
+        same = await mesh.leg(0, 4, LONG[8:])
         stats = mesh.workers[1].stats()
 
-    assert cached == 0
-    assert again == len(LONG) // 16 * 16
+    assert (mesh.num_cached(1), mesh.num_cached(2)) == (0, len(LONG) // 16 * 16)
     assert ids == truth
     assert other == same
     assert stats["engine_l2_timeouts"] == 1
+
+
+async def test_a_stream_of_3000_ids_computes_at_most_64_again_when_its_worker_dies(
+    redis_server: Server,
+) -> None:
+    """With the real kv_tier and Redis: killed in the middle of a word, nothing prepared."""
+    mesh = TwoWorkers(step_ms=10)
+    tier = KvTier(
+        launch_of("kv_tier", "kv_tier-0-aaaaaa", {}, redis_url=redis_server.url),
+        MemoryBus(mesh.broker),
+    )
+    prompt = [(13 * i) % 900 for i in range(2940)]
+    sampling = SamplingParams(max_tokens=100, seed=3)
+    with contextlib.suppress(Unavailable):  # as the killed one ends
+        async with mesh.up(), running(tier):
+            await mesh.leg(1, 1, prompt[:20])  # long enough for a beat to be heard
+            mesh.run(0, 2, prompt, sampling=sampling)
+            await eventually(lambda: len(mesh.ids(2)) >= 60)
+            pid = mesh.workers[0].engine.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            delivered = mesh.ids(2)
+            output_ids = pack_ids(delivered)
+            rest = await mesh.leg(1, 3, prompt, output_ids=output_ids, sampling=sampling)
+            stats = mesh.workers[1].stats()
+            truth = await mesh.leg(1, 4, prompt, sampling=sampling, salt=b"another tenant")
+
+    assert delivered + rest == truth
+    assert mesh.num_cached(3) > 0
+    assert 0 < stats["engine_recomputed_tokens"] <= 64

@@ -1,0 +1,78 @@
+"""Two workers as the mesh sees them, two processes each."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from services.gpu_worker.service import GpuWorker
+from shared.ids import pack_ids, unpack_ids
+from shared.messages import Ended, Run, Started, StepDone, Submit, encode
+from shared.sampling import SamplingParams
+from shared.subjects import inbox
+from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.gpu_worker.l2.tier_kit import L2
+from tests.services.launches import launch_of
+
+SIM = {"step_ms": 1, "per_token_us": 0, "output_tokens_max": 0, "num_blocks": 256}
+
+
+class TwoWorkers:
+    """Simulated ones on a bus, and what they say."""
+
+    def __init__(self, **sim: Any) -> None:
+        self.broker = MemoryBroker()
+        self.bus = MemoryBus(self.broker)
+        self.workers = [self._worker(number, SIM | sim) for number in range(2)]
+        self._heard: list[Started | StepDone | Ended] = []
+        self._decode = msgspec.msgpack.Decoder(Started | StepDone | Ended).decode
+
+    def _worker(self, number: int, sim: dict[str, Any]) -> GpuWorker:
+        settings = {"engine": "sim", "drain_s": 0.2, "sim": sim, **L2}
+        launch = launch_of("gpu_worker", f"gpu_worker-{number}-aaaaaa", settings, model_name="m")
+        return GpuWorker(launch, MemoryBus(self.broker))
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator[None]:
+        for subject in (inbox("g-1"), inbox("d-1"), inbox("s-1")):
+            await self.bus.subscribe(subject, lambda d: self._heard.append(self._decode(d.payload)))
+        async with running(self.workers[0]), running(self.workers[1]):
+            yield
+
+    def run(self, worker: int, choice: int, prompt: list[int], **changes: Any) -> None:
+        """Begin a leg."""
+        submit = Submit(
+            request_id="r",
+            choice=choice,
+            epoch=1,
+            gateway="g-1",
+            model="m",
+            tenant="t",
+            prompt_ids=pack_ids(prompt),
+            sampling=SamplingParams(max_tokens=20, seed=7),
+        )
+        submit = msgspec.structs.replace(submit, **changes)
+        message = Run(submit=submit, scheduler="s-1", term=3, detokenizer="d-1")
+        self.bus.publish(inbox(self.workers[worker].instance), encode(message))
+
+    async def leg(self, worker: int, choice: int, prompt: list[int], **changes: Any) -> list[int]:
+        """Run a leg to its end; its ids."""
+        self.run(worker, choice, prompt, **changes)
+        await eventually(lambda: self._has_ended(choice))
+        return self.ids(choice)
+
+    def num_cached(self, choice: int) -> int:
+        """What a gateway is told of a leg."""
+        started = [message for message in self._heard if isinstance(message, Started)]
+        (told,) = [message.num_cached_tokens for message in started if message.choice == choice]
+        return told
+
+    def ids(self, choice: int) -> list[int]:
+        done = [message for message in self._heard if isinstance(message, StepDone)]
+        records = [r for message in done for r in message.records if r.choice == choice]
+        return [i for record in records for i in unpack_ids(record.ids)]
+
+    def _has_ended(self, choice: int) -> bool:
+        ended = [message for message in self._heard if isinstance(message, Ended)]
+        return any(leg.choice == choice for message in ended for leg in message.legs)
