@@ -1,6 +1,7 @@
 """The one console command, `shoal`."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
@@ -15,6 +16,7 @@ from deploy.errors import ClusterError
 from deploy.run_dir import RunDir
 from shared.config import ConfigError, read_launch
 from shared.gguf_file import ModelFileError
+from shared.kv import HASH_SIZE
 
 DEFAULT_RUN_DIR = Path(".run/default")
 ENGINES = {"real": "model", "sim": "sim"}
@@ -135,6 +137,14 @@ def role_and_count(text: str) -> tuple[str, int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not ROLE=NUMBER") from None
 
 
+def block_hash(text: str) -> bytes:
+    """The name of a block."""
+    with contextlib.suppress(ValueError):
+        if len(name := bytes.fromhex(text)) == HASH_SIZE:
+            return name
+    raise argparse.ArgumentTypeError(f"{text!r} is not {2 * HASH_SIZE} hex digits")
+
+
 def run(args: argparse.Namespace) -> int:
     """One service process, as its launch file says. The supervisor calls this."""
     service = importlib.import_module(f"services.{args.role}.service")
@@ -212,6 +222,12 @@ def _kv_commands(
         return one
 
     one = what("stats", "each Redis, the L1 of each worker, and what was asked of them")
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = what("ls", "blocks in L2: size, codec, model, when they expire")
+    one.add_argument("-n", "--limit", type=int, default=100, metavar="N", help="(default: 100)")
+    one.add_argument("--json", action="store_true", help="for programs")
+    one = what("get", "one block in L2, checked to its last bit")
+    one.add_argument("hash", type=block_hash, help="32 hex digits, as `shoal kv ls` shows them")
     one.add_argument("--json", action="store_true", help="for programs")
     one = what("flush", "delete every block in L2, and nothing else")
     one.add_argument("--yes", action="store_true", help="it is meant")

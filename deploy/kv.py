@@ -21,12 +21,15 @@ from redis.retry import Retry
 from deploy import control
 from deploy.errors import ClusterError
 from deploy.run_dir import RunDir
+from services.kv_tier import frame
 from shared.config import Launch, read_launch
 from shared.errors import MeshError
+from shared.kv import BlockHash
 from shared.nats_bus import NatsBus
 
 KEYS = "kv:*"  # all that is ours
 AT_ONCE = 256  # keys in one round trip
+SCAN = 1000  # keys that Redis looks at in one round trip
 ANSWER_S = 3.0  # of Redis, and of each service
 SHOWN = {"kv_tier": ("",), "gpu_worker": ("engine_l1", "engine_l2", "engine_recomputed")}
 """Roles that know of caches, and how those of their counters begin that tell of them."""
@@ -60,15 +63,61 @@ class Stats(Struct, frozen=True, kw_only=True):
     counters: dict[str, dict[str, int]]
 
 
+class Stored(Struct, frozen=True, kw_only=True):
+    """One block in L2; `wrong` = why nobody would believe it."""
+
+    block_hash: str
+    redis: str
+    value_bytes: int
+    expires_s: float  # below 0 = never
+    codec: str = ""
+    dtype: str = ""
+    fingerprint: str = ""
+    decoded_bytes: int = 0
+    wrong: str = ""
+
+
 class L2:
     """The Redis servers of one cluster. All but `servers` raises `ClusterError`."""
 
     def __init__(self, launch: Launch) -> None:
-        self._servers = {_shown(url): _connection(url) for url in [launch.redis_url]}
+        self._servers = {
+            _shown(url): _connection(url) for url in launch.redis_url.split(",") if url
+        }
 
     def servers(self) -> list[Server]:
         """One each, also of those that do not answer."""
         return [_server(url, redis) for url, redis in self._servers.items()]
+
+    def blocks(self) -> Iterator[Stored]:
+        """Every block, in no order, by its header alone."""
+        for url, redis, names in self._names():
+            with _translated(url):
+                pipeline = redis.pipeline(transaction=False)
+                for name in names:
+                    pipeline.getrange(name, 0, frame.HEADER - 1)
+                    pipeline.strlen(name)
+                    pipeline.pttl(name)
+                told = pipeline.execute()
+            for name, *answers in zip(names, told[::3], told[1::3], told[2::3], strict=True):
+                header, size, expires_ms = answers
+                if size:  # else it has just expired
+                    yield _stored(url, name, header, size, expires_ms)
+
+    def find(self, block_hash: BlockHash) -> list[Stored]:
+        """The block on each server that has it, its payload checked, too."""
+        found = []
+        for url, redis in self._servers.items():
+            with _translated(url):
+                for name in redis.scan_iter(f"{KEYS}{block_hash.hex()}", count=SCAN):
+                    value, expires_ms = redis.get(name), redis.pttl(name)
+                    if not isinstance(value, bytes):  # it has just expired
+                        continue
+                    stored = _stored(url, name, value[: frame.HEADER], len(value), expires_ms)
+                    header, payload = value[: frame.HEADER], memoryview(value)[frame.HEADER :]
+                    wrong = stored.wrong or frame.check_payload(header, payload) or ""
+                    found.append(msgspec.structs.replace(stored, wrong=wrong))
+        return found
 
     def flush(self) -> int:
         """Delete every block, and nothing else; how many there were."""
@@ -101,6 +150,23 @@ def _server(url: str, redis: Redis) -> Server:
         max_bytes=info["maxmemory"],
         evicted=info["evicted_keys"],
         expired=info["expired_keys"],
+    )
+
+
+def _stored(url: str, name: bytes, header: bytes, size: int, expires_ms: int) -> Stored:
+    """What a header says of the block that the key names."""
+    block_hash = name.rpartition(b":")[2].decode(errors="replace")
+    told = frame.read_header(header, size)
+    stored = Stored(block_hash=block_hash, redis=url, value_bytes=size, expires_s=expires_ms / 1000)
+    if isinstance(told, str):
+        return msgspec.structs.replace(stored, wrong=told)
+    return msgspec.structs.replace(
+        stored,
+        codec=told.codec,
+        dtype=told.dtype,
+        fingerprint=told.fingerprint.hex(),
+        decoded_bytes=told.decoded_bytes,
+        wrong="" if told.block_hash.hex() == block_hash else "hash",
     )
 
 
@@ -194,6 +260,27 @@ def stats(args: argparse.Namespace) -> int:
     return 0
 
 
+def ls(args: argparse.Namespace) -> int:
+    """Some blocks, by their headers."""
+    found = list(itertools.islice(L2(launch_of(args.run_dir)).blocks(), args.limit))
+    _write(as_json(found) if args.json else "\n".join(control.aligned([HEAD, *map(row, found)])))
+    return 0
+
+
+def get(args: argparse.Namespace) -> int:
+    """One block, its payload checked, too; 1 where it is not there or not to be believed."""
+    found = L2(launch_of(args.run_dir)).find(args.hash)
+    if not found:
+        raise ClusterError(f"No Redis holds block {args.hash.hex()}.")
+    if args.json:
+        _write(as_json(found))
+    else:
+        for stored in found:
+            fields = msgspec.structs.asdict(stored).items()
+            _write("\n".join(control.aligned([(name, str(value)) for name, value in fields])))
+    return int(any(stored.wrong for stored in found))
+
+
 def flush(args: argparse.Namespace) -> int:
     """Delete all blocks in L2."""
     l2 = L2(launch_of(args.run_dir))
@@ -203,7 +290,23 @@ def flush(args: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(found: Struct | list[Struct]) -> str:
+HEAD = ("BLOCK", "BYTES", "CODEC", "DTYPE", "FINGERPRINT", "EXPIRES", "WRONG")
+
+
+def row(stored: Stored) -> tuple[str, ...]:
+    """A line of `shoal kv ls`."""
+    return (
+        stored.block_hash,
+        f"{stored.value_bytes:,}",
+        stored.codec,
+        stored.dtype,
+        stored.fingerprint[:8],
+        f"{stored.expires_s:.0f} s" if stored.expires_s >= 0 else "never",
+        stored.wrong,
+    )
+
+
+def as_json(found: Struct | list[Stored]) -> str:
     """For programs."""
     return msgspec.json.format(msgspec.json.encode(found)).decode()
 
