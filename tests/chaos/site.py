@@ -32,6 +32,8 @@ does to the simulated engine what its name says."""
 SIMULATED = (
     "--engine",
     "sim",
+    *("gpu_worker.l2_insure_ms=0", "gpu_worker.l2_min_blocks=0"),  # short legs, too, go to L2,
+    f"gpu_worker.l2_slots_bytes={16 * 128}",  # through so few slots that they run out
     *(f"gpu_worker.sim.{kind}_id={id_}" for kind, id_ in POISON.items()),
 )
 REAL = (

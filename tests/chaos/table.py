@@ -11,12 +11,19 @@ from typing import NamedTuple
 from tests.chaos.checker import Allowed
 from tests.chaos.nats_proxy import Verb
 from tests.chaos.nemesis import Both, Fault, Kill, Pause
+from tests.chaos.nemesis_cache import Needed, Spoil, evict_half, flip, swap
 from tests.chaos.nemesis_clients import Leave, Poison, Stall
 from tests.chaos.nemesis_net import Bad, Flush, Full, Messages, Reset
 from tests.chaos.nemesis_stored import Lethal, StoreFull
 
 MAIN_ROUNDS = 10  # of 16 streams: 160 waits
 REAL_ROUNDS = 3
+L2_HITS = "engine_l2_hit_tokens"  # counters: what came from L2,
+L2_DROPPED = "engine_l2_dropped_blocks"  # what was not written,
+REJECTED = "rejected"  # what was read and not believed, by reason,
+MISSED = "missed_blocks"  # what is not there,
+REFUSED = "refused_blocks"  # what Redis did not take,
+FAILURES = "failures"  # and what Redis did not do
 GATEWAY_GONE = Allowed(cut=True, codes=frozenset({"unavailable", "not_found"}))
 """A plain stream ends with the connection to its gateway; on the bus, silence says so, or another
 gateway that does not know it. A stored one does not end.
@@ -166,9 +173,29 @@ def caches() -> list[Experiment]:
     """L2 in trouble, and a worker dies: its streams, conversations that share their beginnings, go
     on where L1 has nothing of them. A cache is a cache: nothing is allowed.
     """
+
+    def row(fault: str, target: str, make: Callable[[], Fault], hold_s: float = 0.0) -> Experiment:
+        return Experiment(fault, f"{target} + gpu_worker", make, hold_s, cold=True)
+
+    shares: dict[Verb, float] = {"drop": 0.3, "duplicate": 0.5, "delay": 0.3, "reorder": 0.5}
     return [
-        Experiment("kill", "kv_tier + gpu_worker",
-                   lambda: Both(Kill("kv_tier"), Kill("gpu_worker")), cold=True),
+        Experiment("kill", "gpu_worker, its blocks in L2",
+                   lambda: Needed(None, "gpu_worker", L2_HITS), cold=True),
+        row("flip bits", "blocks", lambda: Needed(Spoil(flip), "kv_tier", REJECTED)),
+        row("swap", "blocks", lambda: Needed(Spoil(swap), "kv_tier", REJECTED)),
+        row("evict half", "blocks", lambda: Needed(Spoil(evict_half), "kv_tier", MISSED)),
+        row("flush", "redis", lambda: Needed(Flush(), "kv_tier", MISSED)),
+        row("full", "redis", lambda: Needed(Full(), "kv_tier", REFUSED), 2.0),
+        row("kill", "redis", lambda: Needed(Kill("redis"), "kv_tier", FAILURES)),
+        row("pause", "redis", lambda: Needed(Pause("redis"), "kv_tier", FAILURES), 3.0),
+        row("kill", "kv_tier", lambda: Both(Kill("kv_tier"), Kill("gpu_worker"))),
+        # It keeps the few slots that it was lent: there are none to lend.
+        row("pause", "kv_tier", lambda: Needed(Pause("kv_tier"), "gpu_worker", L2_DROPPED), 4.0),
+        *(
+            row(verb, "to kv_tier",
+                lambda v=verb, s=share: Both(Messages(v, "kv_tier", s), Kill("gpu_worker")), 2.0)
+            for verb, share in shares.items()
+        ),
     ]  # fmt: skip
 
 
@@ -188,7 +215,7 @@ def pairs() -> list[Experiment]:
 def main_rows() -> list[Experiment]:
     """What is also done to the real model, where a round takes several times as long."""
     nats = next(row for row in restarts() if row.target == "nats")
-    rows = [*kills(), *pauses(), nats]
+    rows = [*kills(), *pauses(), nats, *caches()[:4]]
     return [row._replace(rounds=min(row.rounds, REAL_ROUNDS)) for row in rows]
 
 
