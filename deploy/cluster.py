@@ -99,8 +99,9 @@ class Cluster:
     async def _come_up(self) -> None:
         nats, redis = self._server_specs()
         self._nats_url = nats.url
-        self._progress.tell(Stage("servers", f"NATS {nats.url_shown}, Redis {redis.url_shown}"))
-        for server in (nats, redis):
+        shown = ", ".join(f"Redis {server.url_shown}" for server in redis) or "no Redis of ours"
+        self._progress.tell(Stage("servers", f"NATS {nats.url_shown}, {shown}"))
+        for server in (nats, *redis):
             self._children.keep(self._server_child(server))
         await self._until_ready()
         try:
@@ -146,20 +147,24 @@ class Cluster:
 
     # --- children --------------------------------------------------------------------------------
 
-    def _server_specs(self) -> tuple[servers.Server, servers.Server]:
+    def _server_specs(self) -> tuple[servers.Server, list[servers.Server]]:
+        run_dir, table = self._run_dir.servers, self._config.redis
         try:
-            nats = servers.nats_server(self._run_dir.servers, self._config.nats.port)
-            redis = servers.redis_server(self._run_dir.servers, self._config.redis.maxmemory_mb)
+            nats = servers.nats_server(run_dir, self._config.nats.port)
+            redis = [
+                servers.redis_server(run_dir, table.maxmemory_mb, ordinal)
+                for ordinal in range(0 if table.urls else table.servers)
+            ]
         except servers.ServerError as error:
             raise ClusterError(f"{error}.") from error
         self._run_dir.write_public(
             {"url": nats.url, "user": nats.public_user, "password": nats.public_password}
         )
-        logs = self._run_dir.log_file
-        return (
-            msgspec.structs.replace(nats, log=logs("nats")),
-            msgspec.structs.replace(redis, log=logs("redis")),
-        )
+        nats, *redis = [
+            msgspec.structs.replace(server, log=self._run_dir.log_file(server.name))
+            for server in (nats, *redis)
+        ]
+        return nats, redis
 
     def _server_child(self, server: servers.Server) -> ChildSpec:
         def command(_instance: str, _status_fd: int) -> Command:
@@ -167,7 +172,7 @@ class Cluster:
 
         return ChildSpec(
             name=server.name,
-            role=server.name,
+            role=server.name.partition("-")[0],
             log=server.log,
             command=command,
             server=server,

@@ -2,9 +2,9 @@
 
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from deploy.errors import ClusterError
 from deploy.restart import RestartPolicy, SilencePolicy
@@ -12,6 +12,7 @@ from shared.config import AboveZero, ConfigError, Count, NotNegative, Port, sett
 
 DEFAULTS = Path(__file__).parent / "cluster.toml"
 ROLES = ("gateway", "tokenizer", "scheduler", "gpu_worker", "kv_tier", "detokenizer")
+REDIS_MAX = 16  # servers of ours on one machine
 REPLICAS_MAX = 64  # of one role on one machine; more is a slip of the finger
 
 
@@ -39,8 +40,15 @@ class NatsTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RedisTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[redis]`."""
 
-    maxmemory_mb: Count
-    services_socket: str = ""  # where services connect, if not to the server itself: to a proxy
+    maxmemory_mb: Count  # of each server
+    servers: Annotated[int, Meta(ge=0, le=REDIS_MAX)] = 1  # each has a share of the blocks
+    urls: list[str] = []  # servers of others, instead of our own
+    services_socket: str = ""  # where services connect, if not to the first server: to a proxy
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            if not url.startswith(("unix://", "redis://", "rediss://")) or "," in url:
+                raise ValueError("urls begin with unix://, redis:// or rediss://, without commas")
 
 
 class Service(Struct, frozen=True):

@@ -23,7 +23,7 @@ class Launcher(Struct, frozen=True):
     model: Model
     run_dir: RunDir
     nats: servers.Server
-    redis: servers.Server
+    redis: list[servers.Server]
     listen_fd: int
     secret: str  # hex
 
@@ -65,7 +65,7 @@ class Launcher(Struct, frozen=True):
             nats_url=self.config.nats.services_url or self.nats.url,
             nats_user=self.nats.user,
             nats_password=self.nats.password,
-            redis_url=self._redis_url(),
+            redis_url=",".join(self._redis_urls()),
             secret=self.secret,
             run_dir=str(self.run_dir.path),
             listen_fd=self.listen_fd if role == "gateway" else None,
@@ -73,9 +73,12 @@ class Launcher(Struct, frozen=True):
             settings=settings,
         )
 
-    def _redis_url(self) -> str:
-        path = self.config.redis.services_socket
-        return servers.redis_url(Path(path), self.redis.password) if path else self.redis.url
+    def _redis_urls(self) -> list[str]:
+        """Those of others, or ours, the first of them perhaps by way of a proxy."""
+        urls = self.config.redis.urls or [server.url for server in self.redis]
+        if self.redis and (path := self.config.redis.services_socket):
+            urls[0] = servers.redis_url(Path(path), self.redis[0].password)
+        return urls
 
 
 def new_secret() -> str:

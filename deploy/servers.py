@@ -39,7 +39,7 @@ class ServerError(Exception):
 class Server(Struct, frozen=True, kw_only=True):
     """What is needed to start a server, to supervise it and to talk to it."""
 
-    name: str  # nats, redis
+    name: str  # nats, redis, redis-1
     command: list[str]
     run_dir: Path
     log: Path  # where its output belongs
@@ -146,9 +146,13 @@ def nats_server(run_dir: Path, port: int = 0) -> Server:
     )
 
 
-def redis_server(run_dir: Path, max_memory_mb: int = 256) -> Server:
-    """Redis in `run_dir`, configured, on a unix socket there. Raises `ServerError`."""
+def redis_server(run_dir: Path, max_memory_mb: int = 256, ordinal: int = 0) -> Server:
+    """Redis in `run_dir`, configured, on a unix socket there; those after the first have a folder
+    each. Raises `ServerError`.
+    """
     binary = _redis_binary()
+    name = f"redis-{ordinal}" if ordinal else "redis"
+    run_dir = run_dir / name if ordinal else run_dir
     path = run_dir.resolve() / "redis.sock"
     if len(os.fsencode(path)) > SOCKET_PATH_MAX:
         raise ServerError(f"the run directory {run_dir} is too long a path for a unix socket")
@@ -161,7 +165,7 @@ def redis_server(run_dir: Path, max_memory_mb: int = 256) -> Server:
         max_memory_mb=max_memory_mb,
     )
     return Server(
-        name="redis",
+        name=name,
         command=[binary, str(config)],
         run_dir=run_dir,
         log=run_dir / "redis.log",

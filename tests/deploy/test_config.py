@@ -58,6 +58,8 @@ def test_values_are_toml_or_else_text(text: str, value: object) -> None:
         (["cluster.drain_s=-1"], "drain_s"),
         (["cluster.restart.limits=1"], "limits"),
         (["redis.maxmemory=1"], "maxmemory"),
+        (["redis.servers=-1"], r"\[redis\].*servers"),
+        (['redis.urls=["http://x"]'], r"\[redis\] urls"),
         (["nats.port=-1"], r"\[nats\].*port"),
         (["gpu_wroker.replicas=1"], r"\[gpu_wroker\]"),
         (["gateway.replicas=-1"], r"\[gateway\] replicas"),

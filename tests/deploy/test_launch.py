@@ -30,7 +30,15 @@ def launcher(run_dir: RunDir, *overrides: str) -> Launcher:
 
     model = Model(Path("/models/tiny.gguf"), "tiny", 1)
     config = load(None, list(overrides))
-    return Launcher(config, model, run_dir, server("nats"), server("redis"), 7, new_secret())
+    return Launcher(
+        config,
+        model,
+        run_dir,
+        server("nats"),
+        [server("redis"), server("redis-1")],
+        7,
+        new_secret(),
+    )
 
 
 def test_a_launch_file_tells_a_service_all_and_others_nothing(tmp_path: Path) -> None:
@@ -94,7 +102,15 @@ def test_services_can_be_sent_through_proxies(tmp_path: Path) -> None:
     ).launch("kv_tier", "kv_tier-0", "kv_tier-0-abc123", 9)
 
     assert (proxied.nats_url, proxied.nats_password) == ("nats://127.0.0.1:7", "hidden")
-    assert proxied.redis_url == "unix://:hidden@/a%20b/proxy.sock"
+    assert proxied.redis_url == "unix://:hidden@/a%20b/proxy.sock,redis-1://there"
+
+
+def test_redis_may_be_of_others(tmp_path: Path) -> None:
+    """Then a kv_tier is told of those, and of no server of ours."""
+    urls = ["rediss://me:secret@one:6379", "redis://two"]
+    launching = launcher(RunDir(tmp_path), f"redis.urls={urls}")
+    launch = launching.launch("kv_tier", "kv_tier-0", "kv_tier-0-abc123", 9)
+    assert launch.redis_url.split(",") == urls
 
 
 def test_only_engines_compute_with_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:

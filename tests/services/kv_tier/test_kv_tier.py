@@ -2,10 +2,12 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from redis import Redis
 
+from deploy import cluster
 from deploy.servers import Running, Server, start
 from services.kv_tier.blocks import block_key
 from shared.config import ConfigError
@@ -187,6 +189,22 @@ async def test_what_is_kept_for_how_long(
         await worker.ask(used)
         assert near(0, second)
         assert near(1, 120)
+
+
+async def test_a_user_needs_few_rights(own: Running, broker: MemoryBroker, worker: Lender) -> None:
+    """Those that `deploy/cluster.toml` names, and no more."""
+    told = Path(cluster.__file__).with_name("cluster.toml").read_text()
+    [rights] = [line[1:].split() for line in told.splitlines() if line.startswith("#   resetkeys")]
+    with Redis.from_url(own.server.url) as redis:
+        redis.execute_command("ACL", "SETUSER", "shoal", "on", ">pass", *rights)
+        url = own.server.url.replace(f":{own.server.password}@", "shoal:pass@")
+        async with serving(tier_on(broker, url)) as tier:
+            assert await worker.store(0, 1) == 2
+            assert await worker.ask(worker.offer([], used=HASHES[0]))
+            flip(redis, 1, 8 * 100)
+            assert await worker.load(ALL) == [content(0)]
+            assert not redis.exists(key(1))
+            assert tier.stats()["failures"] == 0
 
 
 async def test_a_full_redis_is_only_counted(
