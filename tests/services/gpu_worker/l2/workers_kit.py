@@ -62,6 +62,10 @@ class TwoWorkers:
         await eventually(lambda: self._has_ended(choice))
         return self.ids(choice)
 
+    def count(self, worker: int, name: str) -> int:
+        """A counter of an engine, as its worker has last read it."""
+        return self.workers[worker].stats().get(f"engine_{name}", 0)
+
     def num_cached(self, choice: int) -> int:
         """What a gateway is told of a leg."""
         started = [message for message in self._heard if isinstance(message, Started)]
