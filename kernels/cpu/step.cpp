@@ -222,7 +222,7 @@ class Decoder {
   void plan_attention() {
     const Step& s = *step_;
     tasks_.clear();
-    const int tile = tile_tokens(group());
+    const int tile = tile_tokens(group(), m_.int8_pages);
     for (int i = 0; i < s.spans; i++)
       for (int head = 0; head < m_.kv_heads; head++)
         for (int first = (s.span[i].rows - 1) / tile * tile; first >= 0; first -= tile)

@@ -17,7 +17,9 @@ import torch
 from deploy.model import default_path
 from kernels.cpu.library import PHASES, Matrix, library
 from kernels.cpu.pack import pack
+from services.gpu_worker.kv_policy import FULL
 from services.gpu_worker.loader import load_model
+from services.gpu_worker.model_runner import with_policy
 from services.gpu_worker.models.fused import FusedDecoder, Span
 from services.gpu_worker.models.fused_weights import pack_weights
 from shared.kv import BLOCK_SIZE
@@ -58,12 +60,16 @@ def products_per_ms() -> float:
 class Bench:
     """A model and the steps asked of it."""
 
-    def __init__(self, path: Path, threads: int, tokens_max: int) -> None:
+    def __init__(self, path: Path, threads: int, tokens_max: int, kv_dtype: str) -> None:
         config, weights = load_model(path, torch.float32)
+        config = with_policy(config, FULL, kv_dtype)
         arrays = pack_weights(config, weights)
         blocks = tokens_max // BLOCK_SIZE + 1
         self.decoder = FusedDecoder(config, arrays, tokens_max, blocks, threads)
-        self.decoder.pool.normal_()
+        if config.kv_int8:
+            self.decoder.pool.fill_(60)  # a scale of such bytes is 0.01
+        else:
+            self.decoder.pool.normal_()
         matrices = {k: v.size for k, v in arrays.items() if k.endswith(".weights")}
         self.head_bytes = matrices["head.weights"]
         self.layer_bytes = sum(matrices.values()) - self.head_bytes
@@ -141,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.step", description=__doc__)
     parser.add_argument("--model", type=Path, default=default_path())
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kv-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--streams", type=int, nargs="*", default=[1, 8, 32, 64])
     parser.add_argument("--contexts", type=int, nargs="*", default=[192, 1024])
@@ -149,7 +156,8 @@ def main() -> None:
     cases = {f"{b} x {c}": decode(b, c) for c in options.contexts for b in options.streams}
     cases |= {f"prompt {n}": prompt(n) for n in options.prompts}
     room = [b * (c + BLOCK_SIZE) for c in options.contexts for b in options.streams]
-    bench = Bench(options.model, options.threads, max([*room, *options.prompts]))
+    tokens_max = max([*room, *options.prompts])
+    bench = Bench(options.model, options.threads, tokens_max, options.kv_dtype)
     bandwidth, speed = bench.machine
     print(f"reads {bandwidth / 1e6:.1f} GB/s, multiplies {speed / 1e6:.0f} G int8 operations/s")
     names = ["all", *MAIN, "rest", "| weights", "products", "KV", "x floor"]
