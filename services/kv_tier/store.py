@@ -25,6 +25,7 @@ from shared.breaker import Breaker
 from shared.config import ConfigError
 from shared.errors import Unavailable
 from shared.kv import BlockHash
+from shared.log import Throttle
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,7 +44,7 @@ class Shard:
             raise ConfigError(f"redis_url: {error}") from error
         self.breaker = Breaker(config.breaker)
         self.failures = 0
-        self.last_failure = ""
+        self._throttle = Throttle()
         self._config = config
         self._seed = xxhash.xxh3_64_intdigest(str(self._address).encode())
         self._idle: list[Connection] = []
@@ -63,7 +64,8 @@ class Shard:
             result = await loop.run_in_executor(self._threads, self._do, job, deadline)
         except (Unavailable, Refused) as error:
             self.failures += 1
-            self.last_failure = str(error)
+            now = time.monotonic()
+            self._throttle.warning("redis_failed", now, server=str(self._address), error=str(error))
             worked = False
             return None
         except _Unfair:
