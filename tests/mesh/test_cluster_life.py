@@ -11,7 +11,7 @@ import openai
 import psutil
 import pytest
 
-from tests.mesh.cluster import Mesh, alive
+from tests.mesh.cluster import Mesh, alive, slots_of
 from tests.mesh.tiny_model import write_tiny_model
 
 
@@ -26,6 +26,16 @@ def leftovers(run_dir: Path) -> list[str]:
     return processes + files
 
 
+def with_children(pids: list[int]) -> list[int]:
+    children = [psutil.Process(pid).children(recursive=True) for pid in pids]
+    return pids + [child.pid for some in children for child in some]
+
+
+def mapped() -> set[str]:
+    """All memory of workers that any process of this host has mapped."""
+    return {inode for pid in psutil.pids() for inode in slots_of(pid)}
+
+
 def cmdline(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
@@ -34,22 +44,28 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 async def test_two_clusters_and_nothing_left(tmp_path: Path) -> None:
-    """Two clusters serve side by side; one taken down and one killed leave nothing."""
+    """Two clusters serve side by side; one taken down and one killed leave nothing, nor the memory
+    that their workers lend.
+    """
     first, second = (Mesh(tmp_path / name, "--engine", "sim") for name in ("a", "b c"))
     first.start()
     second.start()
     assert first.port != second.port
     for mesh in (first, second):
         async with mesh.client() as client:
-            done = await client.completions.create(model=mesh.model, prompt="x", max_tokens=4)
+            done = await client.completions.create(
+                model=mesh.model, prompt="x " * 100, max_tokens=4
+            )
             assert done.choices[0].finish_reason == "length"
     pids = [process["pid"] for mesh in (first, second) for process in mesh.processes()]
     assert all(alive(pid) for pid in pids)
+    memory = {inode for pid in with_children(pids) for inode in slots_of(pid)}
+    assert len(memory) == 2
 
     first.stop()
     os.kill(second.status()["supervisor_pid"], signal.SIGKILL)
     async with asyncio.timeout(20):
-        while any(alive(pid) for pid in pids) or leftovers(second.run_dir):
+        while any(map(alive, pids)) or leftovers(second.run_dir) or memory & mapped():
             await asyncio.sleep(0.05)
 
     assert leftovers(first.run_dir) == []
