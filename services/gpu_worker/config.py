@@ -77,7 +77,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     l2_answer_s: AboveZero = 0.25  # a leg waits so long for its blocks, then it computes them
     l2_min_blocks: Natural = 8  # fewer missing blocks are computed; more, where L2 is measured to
     # be slower. 0 = always ask, whatever it costs
-    l2_insure_ms: NotNegative = 100.0  # a leg is written to L2 once its ids take so long to compute
+    l2_insure_ms: NotNegative = 250.0  # a leg is written to L2 once its ids take so long to compute
     # again: short ones are cheaper to resume than to write. 0 = write all
     l2_queue_blocks: Count = 4096  # wait to be written; beyond, the oldest are dropped
     l2_copy_bytes: Count = 8 << 20  # copied between two steps while legs run: 1 to 2 ms

@@ -22,6 +22,7 @@ _BATCH_S = 0.1  # or fewer after so long: they are what a death of this worker w
 _BATCH_MAX = 64
 _ANSWER_S = 2.0  # nobody waits, but then the slots are asked for
 _USED_S = 60.0  # between two times that L2 is told what running legs need; it keeps that for 120 s
+_FORGET_S = 60.0  # an id may take twice as long as so long ago
 _USED_MAX = 4096  # blocks named in one message: 64 KiB
 
 
@@ -44,13 +45,14 @@ class Stores:
         self._begun_at = 0.0  # since when the queue is not empty
         self._in_hand: dict[int, _Store] = {}
         self._use_at = 0.0
+        self._id_s = self._id_at = 0.0  # what a prompt id takes, and when that was said
 
     def offer(self, sequence: Sequence, now: float) -> None:
         """Its full blocks are sound."""
         num_full = sequence.num_computed_tokens // self._link.spec.block_size
         if num_full <= sequence.num_offered or sequence.private:
             return
-        if not sequence.num_offered and not self._is_worth(sequence):
+        if not sequence.num_offered and not self._is_worth(sequence, now):
             return
         if not self._queue:
             self._begun_at = now
@@ -100,9 +102,15 @@ class Stores:
             times.append(self._begun_at + _BATCH_S)
         return min(times, default=None)
 
-    def _is_worth(self, sequence: Sequence) -> bool:
-        again_s = sequence.num_computed_tokens * self._batcher.pace.prompt_id_s
-        return 1000 * again_s >= self._link.config.l2_insure_ms
+    def _is_worth(self, sequence: Sequence, now: float) -> bool:
+        """By the least that an id took lately: where others use the CPUs, too, all seems dear, and
+        writing would take from what is left.
+        """
+        id_s = self._batcher.pace.prompt_id_s
+        if self._id_s:
+            id_s = min(id_s, self._id_s * (1 + (now - self._id_at) / _FORGET_S))
+        self._id_s, self._id_at = id_s, now
+        return 1000 * sequence.num_computed_tokens * id_s >= self._link.config.l2_insure_ms
 
     def _num_slots(self) -> int:
         """That may be used now: half of all are for loads, for which legs wait."""

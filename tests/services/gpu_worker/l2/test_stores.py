@@ -47,6 +47,20 @@ def test_a_leg_is_written_once_it_is_dear_to_compute_again(
     assert len(tier.blocks) == written
 
 
+def test_a_busy_moment_does_not_make_a_leg_dear(tier: Tier) -> None:
+    """Ids that took three times as long just now are no reason to write as well; after two minutes
+    they are what ids take here.
+    """
+    worker = L2Worker(tier, l2_insure_ms=100.0)
+    for seconds, written in ((0.05, False), (1.0, False), (120.0, True)):
+        worker.core.batcher.pace.took(0, 100_000, 100_000 * (0.0001 if seconds < 1 else 0.0003))
+        worker.now += seconds
+        worker.run(choice=int(seconds), **asked(salt=bytes([int(seconds)])))
+        worker.go(tier)
+        worker.settle(tier)
+        assert bool(tier.blocks) == written
+
+
 def test_a_leg_whose_numbers_went_wrong_is_not_stored(tier: Tier) -> None:
     """Not even the blocks before the fault was seen."""
     sim = msgspec.structs.replace(SIM, nan_id=LONG[3])
