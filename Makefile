@@ -15,7 +15,7 @@ locks   := requirements.lock requirements-models.lock
 stamp    = $(VENV)/installed-$(shell cat $(locks) pyproject.toml | sha256sum | cut -c1-16)
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down status logs scale rolling chat test check chaos invariance bench quality clean
+.PHONY: help install up down status logs scale rolling chat test check chaos invariance bench quality kv clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
@@ -65,6 +65,9 @@ bench: install ## tokens/s and latencies, ours beside PEERS='name=URL; name=COMM
 
 quality: install ## perplexity of each precision and of each way to keep less of K and V
 	@$(VENV)/bin/python -m tests.quality $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+kv: install ## what the L2 cache brings, costs and may not change, on the real model (10 minutes)
+	@$(VENV)/bin/python -m tests.kv $(ARGS)
 
 clean: ## remove .venv and caches (running meshes keep their .run)
 	rm -rf $(VENV) kernels/cpu/built .cache/packed *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
