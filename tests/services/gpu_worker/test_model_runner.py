@@ -11,6 +11,7 @@ from gguf.quants import dequantize
 
 from kernels.cpu.library import library
 from services.gpu_worker import model_runner
+from services.gpu_worker.kv_policy import KvPolicy
 from services.gpu_worker.model_runner import (
     SCORE_TILE,
     DecoderRunner,
@@ -290,6 +291,10 @@ def test_auto_is_a_precision_that_exists():
         ({"num_blocks": None, "kv_bytes_max": 1000}, "kv_bytes_max"),
         ({"max_model_len": 128 * BLOCK_SIZE + 1}, "max_model_len"),
         ({"num_blocks": 10_000, "max_model_len": 8193}, "max_model_len"),
+        ({"kv_policy": KvPolicy.of(8190, 4, 64)}, "kv_window: 8190 ids, 16 of sinks"),
+        ({"kv_policy": KvPolicy.of(64, 4, 256), "num_blocks": 22}, "kv_window: a leg takes 23"),
+        ({"kv_policy": KvPolicy.of(64, 4, 64), "max_model_len": (1 << 17) + 1}, "max_model_len"),
+        ({"kv_policy": KvPolicy.of(64, 0, 64), "max_model_len": 8193}, "max_model_len"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(changes, named):
