@@ -24,7 +24,8 @@ class Config(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_stores: Count = 64  # waiting; beyond it the oldest is dropped
     max_store_mb: Count = 256  # in the slots of those
     max_workers: Count = 64  # whose memory is mapped
-    breaker: Limits = Limits()  # of each server
+    breaker: Limits = Limits(failures=2, window_s=5.0)  # of each server; a failure costs a leg
+    # up to `answer_s`, so five of them take longer than the usual second
     codec: Codec = (
         "raw"  # zstd is lossless and pays on slow networks; int8 is lossy: answers change
     )
