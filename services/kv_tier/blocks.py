@@ -1,7 +1,8 @@
 """Blocks over one connection to Redis: are they there, read them into slots, write them from slots.
 
-One key per block, one value per key. The key names the model too, so that models which differ in
-anything that counts do not see each other's blocks.
+One key per block, one value per key. Blocks of one call are kept equally long: what would go first
+from the middle of a prefix would take all behind it along. The key names the model too, so that
+models which differ in anything that counts do not see each other's blocks.
 """
 
 from collections import Counter
@@ -74,9 +75,10 @@ def exist(connection: Connection, names: Sequence[Name], deadline: float) -> lis
 
 def read(connection: Connection, wanted: Sequence[Wanted], config: Config, deadline: float) -> None:
     """Read them, and keep longer what is used. What is not what it should be is deleted."""
+    keep_ms = config.again_ms()
 
     def send(block: Wanted) -> None:
-        key, keep_ms = block.name.key, config.again_ms()
+        key = block.name.key
         question = command(b"GET", key)
         if keep_ms is not None:
             question += command(b"PEXPIRE", key, b"%d" % keep_ms)
@@ -102,12 +104,12 @@ def write(
     left_ms = _ask(connection, [command(b"PTTL", block.name.key) for block in offered], deadline)
     missing = []
     longer = []
+    first_ms, keep_ms = config.first_ms(), config.again_ms()
     for block, left in zip(offered, left_ms, strict=True):
         if left == _NO_KEY:
             missing.append(block)
             continue
         block.outcome = "known"
-        keep_ms = config.again_ms()
         if keep_ms is not None and _EXPIRED < left < keep_ms:
             longer.append(command(b"PEXPIRE", block.name.key, b"%d" % keep_ms))
     _ask(connection, longer, deadline)
@@ -115,7 +117,7 @@ def write(
     def send(block: Offered) -> None:
         value = _value(block, config)
         block.value_bytes = sum(len(part) for part in value)
-        connection.send(set_command(block.name.key, value, config.first_ms()), deadline)
+        connection.send(set_command(block.name.key, value, first_ms), deadline)
 
     for block in _ahead(missing, send):
         try:
@@ -129,8 +131,8 @@ def use(connection: Connection, names: Sequence[Name], config: Config, deadline:
     """Running legs would need these again: keep them, if they are there, at least for so long."""
     left_ms = _ask(connection, [command(b"PTTL", name.key) for name in names], deadline)
     longer = []
+    keep_ms = config.running_ms()
     for name, left in zip(names, left_ms, strict=True):
-        keep_ms = config.running_ms()
         if _EXPIRED < left < keep_ms:
             longer.append(command(b"PEXPIRE", name.key, b"%d" % keep_ms))
     _ask(connection, longer, deadline)

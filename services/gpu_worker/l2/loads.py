@@ -1,7 +1,8 @@
 """Blocks that a leg lacks, from L2 into L1 before it begins. Pure but for the copies.
 
 A leg waits at most `l2_answer_s`; what has not come by then it computes. A long prefix comes in
-chunks: while one is copied the next are on their way. Nothing is allocated before it is here, and
+chunks: while one is copied the next are on their way, and each that comes renews the wait, up to
+the time that computing it all would take. Nothing is allocated before it is here, and
 never what running legs need to grow.
 """
 
@@ -29,6 +30,7 @@ class _Load:
     sequence: Sequence
     deadline: float
     min_blocks: int
+    latest: float = 0.0  # no later than this
     names: list[BlockHash] = field(default_factory=list)
     num_before: int = 0  # blocks of that prefix
     asked_at: float | None = None
@@ -102,6 +104,9 @@ class Loads:
         if num_here < len(slots):  # the prefix ends there
             load.num_found = min(load.num_found, lookup.start + num_here)
         lookup.num_here = num_here
+        if num_here:
+            renewed = min(load.latest, now + self._link.config.l2_answer_s)
+            load.deadline = max(load.deadline, renewed)
         load.landing += 1
         self._landed.append(lookup)
 
@@ -157,6 +162,8 @@ class Loads:
         if names[0] in self._by_name:
             return True
         load.names, load.num_before = names, len(cached)
+        num_ids = len(names) * self._link.spec.block_size
+        load.latest = now + num_ids * self._batcher.pace.prompt_id_s
         if not self._link.lending.num_free:
             return True
         if not self._ask(load, now):

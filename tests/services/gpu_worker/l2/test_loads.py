@@ -69,6 +69,24 @@ def test_a_prefix_longer_than_the_slots_comes_in_chunks(tier: Tier, slots: int) 
     assert all(len(lookup.slots) <= slots // 4 for lookup in tier.lookups())
 
 
+@pytest.mark.parametrize(("id_s", "all_come"), [(0.01, True), (0.0001, False)])
+def test_a_leg_waits_on_while_its_chunks_come(tier: Tier, id_s: float, all_come: bool) -> None:
+    """0.2 s each: in all longer than one answer may take, but only if computing takes longer."""
+    truth = warm(tier)
+    worker = L2Worker(tier, l2_slots_bytes=8 * 128)
+    worker.core.batcher.pace.took(0, 100, 100 * id_s)
+    worker.run(**asked())
+    for _ in range(40):
+        worker.tick(0.2)
+        worker.hear(tier)
+        worker.exchange(tier)
+        worker.tick()
+    worker.go(tier)
+
+    assert worker.take().ids == truth
+    assert (worker.counters["l2_hit_tokens"] == 40 * BLOCK_SIZE) == all_come
+
+
 def test_legs_that_lack_the_same_blocks_load_them_once(tier: Tier) -> None:
     """The second waits for the first's, and shares them."""
     truth = warm(tier)
