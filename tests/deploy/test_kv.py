@@ -72,7 +72,7 @@ def test_stats_show_each_redis_and_who_uses_it(cluster: Cluster) -> None:
         redis.set("kv:1:00", b"x")
     found = cluster.json("stats")
     [server] = found["l2"]
-    assert (server["keys"], server["max_bytes"], server["error"]) == (1, 256 << 20, "")
+    assert (server["keys"], server["max_bytes"], server["error"]) == (1, 1024 << 20, "")
     [(instance, counts)] = found["counters"].items()
     assert instance.startswith("kv_tier-0-")
     assert counts["lookups"] == 0
