@@ -433,6 +433,7 @@ class Beat(Message, frozen=True, kw_only=True):
     pid: int = 0  # of a kv_tier: its end frees what it was lent
     engine_counts: dict[str, int] = {}  # of a worker, once a second: some, since its start
     kv_policy: str = ""  # of a worker: what its cache leaves out of sight; "" = nothing
+    leg_blocks_max: int = 0  # that a leg holds there under such a policy; 0 = as many as it needs
 
 
 class Beacon(Message, frozen=True, kw_only=True):
@@ -518,8 +519,8 @@ class StoreBlocks(Message, frozen=True, kw_only=True):
 
 
 class BlocksStored(Message, frozen=True, kw_only=True):
-    """kv_tier -> worker: answer to `StoreBlocks`; how many of them L2 has now. A duplicate is
-    dropped.
+    """kv_tier -> worker: answer to `StoreBlocks`; how many of its blocks, those of `used` included,
+    L2 has now. A duplicate is dropped.
     """
 
     store_id: int

@@ -222,7 +222,8 @@ class Batcher:
         nobody: they have waited longer than those that are held up.
         """
         limit = self.max_batched_tokens - decoding
-        if any(entry.stands_still for entry in self._entries.values()):
+        entries = self._entries.values()
+        if any(e.stands_still and (e.running or e.ready) for e in entries):
             return limit
         return self.pace.num_prompt_ids(decoding, limit)
 

@@ -8,6 +8,7 @@ from services.gpu_worker.kv_policy import FULL, KvPolicy
 from shared.config import AboveZero, Count, Natural, NotNegative
 
 AtLeastOne = Annotated[float, Meta(ge=1)]
+Sinks = Annotated[int, Meta(ge=1, le=256)]  # as many as one sum over values takes
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 EX_CONFIG = 78
@@ -49,7 +50,7 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     # int8, with a scale per token and head, holds about twice as many ids
     kv_policy: Literal["full", "window", "sinks"] = "full"  # others drop ids: docs/quality.md
     kv_window: Natural = 0  # ids that an id sees under `window` and `sinks`, itself included
-    kv_sinks: Count = 4  # first ids that `sinks` keeps in sight, rounded up to whole blocks of 16
+    kv_sinks: Sinks = 4  # first ids that `sinks` keeps in sight, rounded up to whole blocks of 16
     packed_dir: str = ""  # int8 weights ready to map; "" = .cache/packed of the checkout
     packed_bytes_max: Natural = 8 << 30  # there; what was used last stays; 0 = keep none
     max_model_len: Count | None = None  # ids; None = what the model was trained for

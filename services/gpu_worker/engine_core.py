@@ -337,6 +337,7 @@ class EngineCore:
         decoding = sum(row.num_tokens == 1 for row in batch)
         prompt_ids = sum(row.num_tokens for row in batch) - decoding
         self.batcher.pace.took(decoding, prompt_ids, seconds)
+        self._l2.took(seconds)
 
     def finish(self, batch: list[Scheduled], outcomes: list[Outcome], now: float) -> None:
         """Take the outcome of `plan`'s batch and report it."""

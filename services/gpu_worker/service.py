@@ -86,7 +86,7 @@ class GpuWorker(Actor):
             self.engine.kill()
 
     def beat(self) -> Beat:
-        now, status = self.clock(), self._status
+        now, status, policy = self.clock(), self._status, self.config.policy()
         return msgspec.structs.replace(
             super().beat(),
             term=status.term,
@@ -106,7 +106,8 @@ class GpuWorker(Actor):
             step_tokens=self.config.max_batched_tokens,
             engine_seconds={} if self._beats % SECONDS_EVERY else self._seconds(),
             engine_counts={} if self._beats % SECONDS_EVERY else self._told_counts(),
-            kv_policy=str(self.config.policy()),
+            kv_policy=str(policy),
+            leg_blocks_max=policy.blocks_max if policy.lossy else 0,
         )
 
     def stats(self) -> dict[str, int]:

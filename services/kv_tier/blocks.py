@@ -127,8 +127,10 @@ def write(
             block.outcome = "refused"
 
 
-def use(connection: Connection, names: Sequence[Name], config: Config, deadline: float) -> None:
-    """Running legs would need these again: keep them, if they are there, at least for so long."""
+def use(connection: Connection, names: Sequence[Name], config: Config, deadline: float) -> int:
+    """Running legs would need these again: keep them, if they are there, at least for so long. How
+    many are there.
+    """
     left_ms = _ask(connection, [command(b"PTTL", name.key) for name in names], deadline)
     longer = []
     keep_ms = config.running_ms()
@@ -136,6 +138,7 @@ def use(connection: Connection, names: Sequence[Name], config: Config, deadline:
         if _EXPIRED < left < keep_ms:
             longer.append(command(b"PEXPIRE", name.key, b"%d" % keep_ms))
     _ask(connection, longer, deadline)
+    return sum(left != _NO_KEY for left in left_ms)
 
 
 _NO_KEY, _EXPIRED = -2, -1
@@ -148,7 +151,7 @@ def _ask(connection: Connection, commands: Sequence[bytes], deadline: float) -> 
     for start in range(0, len(commands), _ROUND):
         batch = commands[start : start + _ROUND]
         connection.send([b"".join(batch)], deadline)
-        answers += [int(connection.read(deadline)) for _ in batch]
+        answers += [connection.read_number(deadline) for _ in batch]
     return answers
 
 

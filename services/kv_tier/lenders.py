@@ -86,7 +86,7 @@ class Lenders:
 def _open(lent: Lent) -> _Lender | None:
     try:
         lender = _Lender(lent)
-    except (OSError, ValueError):
+    except (OSError, OverflowError, ValueError):
         return None
     if not lender.is_gone:
         return lender

@@ -114,11 +114,18 @@ class Connection:
         """A number or a status. Raises `Refused`."""
         line = self._read_line(deadline)
         kind, rest = line[:1], line[1:]
-        if kind == b":":
+        if kind == b":" and rest.removeprefix(b"-").isdigit():
             return int(rest)
         if kind == b"+":
             return rest
         raise self._strange(line)
+
+    def read_number(self, deadline: float) -> int:
+        """Raises `Refused`."""
+        answer = self.read(deadline)
+        if isinstance(answer, bytes):
+            raise self._strange(answer)
+        return answer
 
     def read_size(self, deadline: float) -> int | None:
         """The size of a value, to be taken by `read_into`, `skip` and then `end_value`; None = no

@@ -44,7 +44,7 @@ class KvTier(Actor):
         self.store = BlockStore([url for url in launch.redis_url.split(",") if url], self.config)
         self.lenders = Lenders(self.config.max_workers)
         self.counts = Counter(lookups=0, misses=0)
-        self._host = host()
+        self._host = host() if self.store.shards else ""  # "": nobody is to ask us
         self._backlog = Backlog(self.config.max_stores, self.config.max_store_mb << 20)
         self._in_hand: set[tuple[str, int]] = set()  # worker, generation: their slots are ours
         self._lookups: set[asyncio.Task[None]] = set()

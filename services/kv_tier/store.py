@@ -150,13 +150,13 @@ class BlockStore:
         await self._each(offered, lambda block: block.name.block_hash, ask)
         return blocks.tally(offered)
 
-    async def use(self, names: Sequence[Name], deadline: float) -> None:
-        """Running legs would need these again."""
+    async def use(self, names: Sequence[Name], deadline: float) -> int:
+        """Running legs would need these again. How many are there."""
 
-        async def ask(shard: Shard, mine: list[Name]) -> None:
-            await shard.run(lambda c, d: blocks.use(c, mine, self._config, d), deadline)
+        async def ask(shard: Shard, mine: list[Name]) -> int:
+            return await shard.run(lambda c, d: blocks.use(c, mine, self._config, d), deadline) or 0
 
-        await self._each(names, lambda name: name.block_hash, ask)
+        return sum(await self._each(names, lambda name: name.block_hash, ask))
 
     async def close(self) -> None:
         for shard in self.shards:

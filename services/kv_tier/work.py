@@ -55,7 +55,7 @@ async def write(
         present = outcomes["written"] + outcomes["known"]
         counts.update({f"{outcome}_blocks": count for outcome, count in outcomes.items()})
     if message.used:
-        await store.use(names_of(message.fingerprint, message.used), deadline)
+        present += await store.use(names_of(message.fingerprint, message.used), deadline)
     return present, counts
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from services.scheduler.workers import Peer
 from shared.ids import count_ids
-from shared.messages import Submit
+from shared.messages import Beat, Submit
 
 LEG_TOKENS = 8  # what a running leg costs its neighbours, in ids of prefill
 OUTPUT_TOKENS_GUESS = 128  # output ids that room is kept for; most answers end before max_tokens
@@ -33,8 +33,10 @@ class Need(NamedTuple):
     block_hashes: bytes = b""  # that a cache may answer for; the prompt's: output is only where it
     # was computed, and the leg goes back there without a choice
 
-    def blocks(self, block_size: int) -> int:
-        return -(-self.tokens // block_size) if block_size else 0
+    def blocks(self, beat: Beat) -> int:
+        """That it takes of the worker which says `beat`."""
+        count = -(-self.tokens // beat.block_size) if beat.block_size else 0
+        return min(count, beat.leg_blocks_max) if beat.leg_blocks_max else count
 
     def cached_tokens(self, worker: Peer) -> int:
         """Ids that `worker` need not compute, as far as known. The last id always is."""
@@ -93,7 +95,7 @@ def _has_room(worker: Peer, need: Need, prefill_steps: float) -> bool:
     return (
         (not beat.max_legs or worker.num_legs < beat.max_legs)
         and _has_credit(worker, need, prefill_steps * beat.step_tokens)
-        and need.blocks(beat.block_size) <= worker.free_blocks
+        and need.blocks(beat) <= worker.free_blocks
     )
 
 

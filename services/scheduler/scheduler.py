@@ -254,7 +254,7 @@ class SchedulerCore:
         entry.lease_until = now + self._config.lease_s
         need = entry.need
         missing = need.prefill_tokens - need.cached_tokens(worker)
-        worker.send(Sent(entry.key, now, missing, need.blocks(worker.beat.block_size)))
+        worker.send(Sent(entry.key, now, missing, need.blocks(worker.beat)))
         detokenizer.send(Sent(entry.key, now, 0, 0))
         self._placed.count()
         run = Run(

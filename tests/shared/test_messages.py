@@ -172,6 +172,7 @@ EXAMPLES: list[m.Message] = [
         pid=14,
         engine_counts={"preemptions": 15},
         kv_policy="window=64",
+        leg_blocks_max=15,
     ),
     m.Beacon(
         scheduler="s",

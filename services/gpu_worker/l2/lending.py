@@ -1,6 +1,7 @@
 """The slots of a worker's engine, and which kv_tier holds which of them. Time is passed in."""
 
 import os
+import secrets
 import select
 from dataclasses import dataclass
 from operator import attrgetter
@@ -48,7 +49,7 @@ class Lending:
     def __init__(self, num_slots: int, slot_bytes: int, worker: str) -> None:
         self._slots = OwnSlots(num_slots, slot_bytes)
         self._worker = worker
-        self._generation = 0
+        self._generation = secrets.randbits(48)  # no message to a namesake before is for us
         self._overdue: list[Loan] = []
         self._ask_at = 0.0
         self.payload = self._slots.payload

@@ -49,6 +49,7 @@ class Link:
         self.config = config
         self.counters = counters
         self.copy_s = 0.0
+        self.num_copied = 0  # blocks
         self._runner = runner
         self._outbox = outbox
         self._host = host()
@@ -76,7 +77,7 @@ class Link:
         if tier is None:
             try:
                 tier = Tier(Borrower(beat.instance, beat.pid))
-            except OSError:  # it has just ended
+            except (OSError, OverflowError):  # it has just ended, or never was
                 return
             for instance in [name for name, old in self._tiers.items() if old.borrower.is_gone]:
                 del self._tiers[instance]
@@ -114,17 +115,21 @@ class Link:
     def copy_out(self, block: int, slot: int) -> None:
         started = time.perf_counter()
         self._runner.read_block(block, self.lending.payload(slot))
-        self.copy_s += time.perf_counter() - started
+        self._copied(started)
 
     def copy_back(self, slot: int, block: int) -> None:
         started = time.perf_counter()
         self._runner.write_block(block, self.lending.payload(slot))
-        self.copy_s += time.perf_counter() - started
+        self._copied(started)
 
     def close(self) -> None:
         """Give the memory back; only where nothing is lent."""
         if self._lending is not None:
             self._lending.close()
+
+    def _copied(self, started: float) -> None:
+        self.copy_s += time.perf_counter() - started
+        self.num_copied += 1
 
     def _new_lending(self) -> Lending:
         size = self.spec.block_bytes
@@ -146,6 +151,10 @@ class Known:
             self._at[name] = now
         while len(self._at) > self._entries_max:
             del self._at[next(iter(self._at))]
+
+    def forget(self) -> None:
+        """Who said so has lost some of them."""
+        self._at.clear()
 
     def has(self, name: BlockHash, now: float) -> bool:
         return now - self._at.get(name, float("-inf")) < self._keep_s

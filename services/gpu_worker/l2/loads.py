@@ -19,6 +19,7 @@ from shared.kv import BlockHash
 from shared.messages import BlocksFound, LookupBlocks
 
 LOADS_MAX = 16  # legs that wait for their blocks; those behind them are asked for later
+_LEFT_S = 0.05  # with less time left nobody is asked: it would not do, and prove nothing
 _CHUNK = 32  # blocks of one lookup: some 10 MB
 _AHEAD = 2  # lookups of one leg on their way
 
@@ -52,6 +53,7 @@ class _Lookup:
     start: int
     loan: Loan
     permit: Permit
+    given_s: float  # to answer
     num_here: int = 0  # of the slots
     num_copied: int = 0
 
@@ -67,6 +69,7 @@ class Loads:
         self._link = link
         self._batcher = batcher
         self._known = known
+        self._left_s = min(_LEFT_S, link.config.l2_answer_s / 2)
         self._worth = Worth(link.config.l2_min_blocks, link.spec.block_size)
         self._loads: dict[Sequence, _Load] = {}
         self._by_name: dict[BlockHash, _Load] = {}  # that will bring this block
@@ -125,7 +128,8 @@ class Loads:
         return copied
 
     def wake_at(self, now: float) -> float | None:
-        if any(sequence not in self._loads for sequence in self._batcher.unasked()):
+        unasked = self._batcher.unasked() if len(self._loads) < LOADS_MAX else []
+        if any(sequence not in self._loads for sequence in unasked):
             return now
         return min((load.deadline for load in self._loads.values()), default=None)
 
@@ -133,16 +137,15 @@ class Loads:
 
     def _begin(self, now: float) -> None:
         for sequence in self._batcher.unasked():
-            if len(self._loads) >= LOADS_MAX:
-                break
             if sequence in self._loads:
                 continue
             min_blocks = self._worth.min_blocks(self._batcher.pace.prompt_id_s, now)
-            if min_blocks is None:
+            _, names = self._batcher.prefix(sequence)
+            if min_blocks is None or len(names) < max(1, min_blocks):
                 self._batcher.admit(sequence)
-                continue
-            deadline = now + self._link.config.l2_answer_s
-            self._loads[sequence] = _Load(sequence, deadline, max(1, min_blocks))
+            elif len(self._loads) < LOADS_MAX:
+                deadline = now + self._link.config.l2_answer_s
+                self._loads[sequence] = _Load(sequence, deadline, max(1, min_blocks))
 
     def _advance(self, now: float) -> None:
         for load in list(self._loads.values()):
@@ -157,10 +160,13 @@ class Loads:
     def _ask_first(self, load: _Load, now: float) -> bool:
         """Whether the leg is to wait: for an answer, for slots, for another that loads the same."""
         cached, names = self._batcher.prefix(load.sequence)
-        if len(names) < load.min_blocks or now >= load.deadline or self._link.tier(now) is None:
+        if len(names) < load.min_blocks or self._link.tier(now) is None:
             return False
-        if names[0] in self._by_name:
+        if (other := self._by_name.get(names[0])) is not None:
+            load.deadline = max(load.deadline, other.deadline)
             return True
+        if load.deadline - now < self._left_s:
+            return False
         load.names, load.num_before = names, len(cached)
         num_ids = len(names) * self._link.spec.block_size
         load.latest = now + num_ids * self._batcher.pace.prompt_id_s
@@ -169,13 +175,14 @@ class Loads:
         if not self._ask(load, now):
             return False
         load.asked_at = now
+        self._worth.asked(now)
         for name in names:
             self._by_name.setdefault(name, load)
         self._batcher.keep(load.sequence)
         return True
 
     def _has_more(self, load: _Load, now: float) -> bool:
-        more = load.num_asked < load.num_found and now < load.deadline
+        more = load.num_asked < load.num_found and load.deadline - now >= self._left_s
         return more and self._link.tier(now) is not None
 
     def _ask_on(self, load: _Load, now: float) -> None:
@@ -185,7 +192,7 @@ class Loads:
 
     def _ask(self, load: _Load, now: float) -> bool:
         """For the next blocks, if there are slots and somebody to ask."""
-        lending, start = self._link.lending, load.num_asked
+        lending, start, left_s = self._link.lending, load.num_asked, load.deadline - now
         entered = self._link.enter(now) if lending.num_free else None
         if entered is None:
             return False
@@ -203,11 +210,11 @@ class Loads:
             lent=lending.lent,
             slots=slots,
             min_blocks=0 if start else load.min_blocks,
-            deadline_ms=max(1, int(1000 * (load.deadline - now))),
+            deadline_ms=max(1, int(1000 * left_s)),
         )
         self._link.send(tier.borrower, lookup)
         self._link.counters["l2_lookups"] += 1
-        self._lookups[loan.generation] = _Lookup(load, start, loan, permit)
+        self._lookups[loan.generation] = _Lookup(load, start, loan, permit, left_s)
         load.on_their_way += 1
         return True
 
@@ -218,7 +225,8 @@ class Loads:
                 continue
             del self._lookups[generation]
             self._link.lending.abandon(lookup.loan)
-            lookup.permit.end(False, now)
+            fair = lookup.given_s >= self._link.config.l2_answer_s / 2
+            lookup.permit.end(False if fair else None, now)
             self._link.counters["l2_timeouts"] += 1
             load.on_their_way -= 1
             load.in_time = False

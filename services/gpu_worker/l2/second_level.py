@@ -12,8 +12,10 @@ from services.gpu_worker.sequence import Sequence
 from shared.core import Outbox
 from shared.messages import Beat, BlocksFound, BlocksStored
 
-_KNOWN_S = 60.0  # a leg that needs a block again after so long makes it a second use
+_KNOWN_S = 40.0  # a leg that needs a block again after so long makes it a second use; and what is
+# known is kept until L2 is told the next time that it is needed
 _KNOWN_MAX = 65536  # blocks of which L2 said that it has them
+_COPY_SHARE = 0.05  # of a step: a long one computes as much as `l2_copy_bytes` would bring
 
 
 class SecondLevel:
@@ -38,6 +40,7 @@ class SecondLevel:
         self._loads = Loads(self._link, batcher, known)
         self._stores = Stores(self._link, batcher, known)
         self._blocks_per_step = max(1, config.l2_copy_bytes // max(1, runner.spec.block_bytes))
+        self._step_s = 0.0
 
     def receive(self, message: Beat | BlocksFound | BlocksStored, now: float) -> None:
         match message:
@@ -58,12 +61,16 @@ class SecondLevel:
         if not self._link.is_open:
             return
         before = self._link.copy_s
-        budget = self._blocks_per_step
+        budget = self._budget()
         copied = self._loads.tick(
             now, budget if self._batcher.running else 1 << 30, stepped=stepped
         )
         self._stores.tick(now + self._link.copy_s - before, max(1, budget - copied))
         self._link.collect(now)
+
+    def took(self, seconds: float) -> None:
+        """The last step lasted so long."""
+        self._step_s = seconds
 
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether its leg is held back for blocks that may come."""
@@ -92,3 +99,11 @@ class SecondLevel:
 
     def close(self) -> None:
         self._link.close()
+
+    def _budget(self) -> int:
+        """Blocks that may be copied before the next step."""
+        link = self._link
+        if not link.copy_s:
+            return self._blocks_per_step
+        in_share = _COPY_SHARE * self._step_s * link.num_copied / link.copy_s
+        return max(self._blocks_per_step, int(in_share))

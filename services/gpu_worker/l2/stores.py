@@ -14,7 +14,7 @@ from services.gpu_worker.l2.lending import Loan
 from services.gpu_worker.l2.link import Known, Link, Tier
 from services.gpu_worker.sequence import Sequence
 from shared.breaker import Permit
-from shared.kv import BlockHash
+from shared.kv import HASH_SIZE, BlockHash
 from shared.messages import BlocksStored, StoreBlocks
 
 _BATCH = 8  # blocks that are worth a message,
@@ -32,6 +32,7 @@ class _Store:
     loan: Loan
     permit: Permit
     overdue_at: float
+    num_used: int
 
 
 class Stores:
@@ -45,6 +46,7 @@ class Stores:
         self._begun_at = 0.0  # since when the queue is not empty
         self._in_hand: dict[int, _Store] = {}
         self._use_at = 0.0
+        self._has_holes = False  # L2 lacks what it was given; blocks after a hole are of no use
         self._id_s = self._id_at = 0.0  # what a prompt id takes, and when that was said
 
     def offer(self, sequence: Sequence, now: float) -> None:
@@ -65,7 +67,7 @@ class Stores:
             self._link.counters["l2_dropped_blocks"] += 1
 
     def stored(self, message: BlocksStored, now: float) -> None:
-        """An answer; what was not stored is not tried again."""
+        """An answer; what was not stored is offered again, with all else, in `_USED_S`."""
         store = self._in_hand.pop(message.store_id, None)
         if store is None:
             self._link.counters["l2_late"] += 1
@@ -75,6 +77,7 @@ class Stores:
             self._link.counters["l2_rejected"] += 1
             return
         self._link.lending.release(store.loan.slots)
+        self._has_holes |= message.num_blocks < len(store.names) + store.num_used
         count = max(0, min(message.num_blocks, len(store.names)))
         self._link.counters["l2_stored_blocks"] += count
         self._link.counters["l2_dropped_blocks"] += len(store.names) - count
@@ -88,13 +91,17 @@ class Stores:
                 del self._in_hand[generation]
                 self._link.lending.abandon(store.loan)
                 store.permit.end(False, now)
+                self._has_holes = True
                 self._link.counters["l2_timeouts"] += 1
                 self._link.counters["l2_dropped_blocks"] += len(store.names)
         if self._queue and (len(self._queue) >= _BATCH or now - self._begun_at >= _BATCH_S):
             self._write(now, min(budget, _BATCH_MAX, self._num_slots()))
         if now >= self._use_at and self._link.tier(now) is not None:
             self._use_at = now + _USED_S
-            self._use(now)
+            if self._has_holes:
+                self._offer_again(now)
+            else:
+                self._use(now)
 
     def wake_at(self, now: float) -> float | None:
         times = [store.overdue_at for store in self._in_hand.values()]
@@ -121,6 +128,7 @@ class Stores:
     def _write(self, now: float, count: int) -> None:
         entered = self._link.enter(now) if count > 0 else None
         if entered is None:
+            self._begun_at = now
             return
         tier, permit = entered
         found = self._next(now, count)
@@ -147,10 +155,19 @@ class Stores:
                 self._link.counters["l2_dropped_blocks"] += 1
         return found
 
+    def _offer_again(self, now: float) -> None:
+        """All that running legs would need; L2 says which of it is there."""
+        self._has_holes = False
+        self._known.forget()
+        for entry in self._batcher.running:
+            if entry.sequence.num_offered:
+                entry.sequence.num_offered = 0
+                self.offer(entry.sequence, now)
+
     def _use(self, now: float) -> None:
         """Ask L2 to keep what running legs would need again."""
         running = (entry.sequence for entry in self._batcher.running)
-        names = [*dict.fromkeys(_offered(running))]
+        names = [name for name in dict.fromkeys(_offered(running)) if name not in self._queue]
         for start in range(0, len(names), _USED_MAX):
             entered = self._link.enter(now)
             if entered is None:
@@ -181,7 +198,9 @@ class Stores:
             used=used,
         )
         self._link.send(tier.borrower, message)
-        self._in_hand[loan.generation] = _Store(names or [], loan, permit, now + _ANSWER_S)
+        self._in_hand[loan.generation] = _Store(
+            names or [], loan, permit, now + _ANSWER_S, len(used) // HASH_SIZE
+        )
 
 
 def _offered(sequences: Iterable[Sequence]) -> Iterable[BlockHash]:

@@ -42,10 +42,11 @@ class Worth:
         gain = self._block_size * per_id_s - _MARGIN * self._per_block.value
         if gain > 0:
             return max(self._floor, math.ceil(_MARGIN * self._fixed.value / gain))
-        if now - self._looked_at < _LOOK_AGAIN_S:
-            return None
+        return self._floor if now - self._looked_at >= _LOOK_AGAIN_S else None
+
+    def asked(self, now: float) -> None:
+        """A lookup is on its way."""
         self._looked_at = now
-        return self._floor
 
     def _load_s(self, blocks: int) -> float:
         return self._fixed.value + blocks * self._per_block.value

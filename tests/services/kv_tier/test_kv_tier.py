@@ -304,9 +304,10 @@ async def test_a_stopped_service_does_what_was_asked(
 
 
 async def test_its_beat_says_where_it_is(broker: MemoryBroker) -> None:
-    """Only workers of its host can lend it memory."""
-    beat = tier_on(broker).beat()
+    """Only workers of its host can lend it memory; without a server nobody is to ask."""
+    beat = tier_on(broker, "unix:///nowhere").beat()
     assert (beat.host, beat.pid) == (host(), os.getpid())
+    assert tier_on(broker).beat().host == ""
 
 
 @pytest.mark.parametrize(

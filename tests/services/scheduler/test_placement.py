@@ -53,6 +53,14 @@ def test_a_worker_that_failed_on_the_leg_is_the_last_choice() -> None:
     assert chosen(worker("a"), worker("b", load=8), need=need) == "a"
 
 
+def test_a_leg_that_drops_ids_needs_no_more_blocks_than_it_keeps() -> None:
+    """However long it is: else it would block the line until a worker is empty."""
+    need = NEED._replace(tokens=20_000)
+    assert chosen(worker("a", load=1, free_blocks=99), need=need) == ""
+    assert chosen(worker("a", load=1, free_blocks=99, leg_blocks_max=80), need=need) == "a"
+    assert chosen(worker("a", load=1, free_blocks=79, leg_blocks_max=80), need=need) == ""
+
+
 def test_a_worker_without_credit_slots_or_blocks_gets_nothing() -> None:
     """At most two steps of prefill wait at a worker; beyond, the leg waits here."""
     assert chosen(worker("a", load=1, prefill_tokens_waiting=127)) == "a"
@@ -180,7 +188,7 @@ def test_a_need_keeps_room_for_some_output_and_counts_what_is_there() -> None:
         )
     )
     assert need == Need(40, 40 + OUTPUT_TOKENS_GUESS, 1030)
-    assert need.blocks(16) == 11
+    assert need.blocks(worker("a").beat) == 11
 
 
 def test_detokenizers_share_legs() -> None:

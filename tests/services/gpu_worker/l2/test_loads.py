@@ -102,6 +102,25 @@ def test_legs_that_lack_the_same_blocks_load_them_once(tier: Tier) -> None:
     assert [started.num_cached_tokens for started in sent.started] == 3 * [40 * BLOCK_SIZE]
 
 
+def test_who_waits_for_another_to_load_waits_as_long(tier: Tier) -> None:
+    """Else it would compute what is on its way."""
+    warm(tier)
+    tier.asked.clear()
+    worker = L2Worker(tier, l2_slots_bytes=8 * 128)
+    worker.core.batcher.pace.took(0, 100, 1.0)
+    for choice in range(2):
+        worker.run(choice=choice, **asked())
+    for _ in range(40):
+        worker.tick(0.2)
+        worker.hear(tier)
+        worker.exchange(tier)
+        worker.tick()
+    worker.go(tier)
+
+    assert sum(len(lookup.slots) for lookup in tier.lookups()) == 40
+    assert worker.counters["l2_hit_tokens"] + worker.counters["l1_hit_tokens"] == 80 * BLOCK_SIZE
+
+
 def test_others_go_on_while_a_leg_waits(tier: Tier) -> None:
     """A leg that L2 has nothing to say of is not held back by one that waits, and decodes."""
     warm(tier)

@@ -129,6 +129,20 @@ def test_l2_is_told_once_a_minute_what_running_legs_need(tier: Tier) -> None:
     assert len(tier.used) == len(set(tier.used))
 
 
+def test_what_l2_has_lost_it_is_given_again(tier: Tier) -> None:
+    """Its server was started again: without the first block those after it are of no use."""
+    worker = L2Worker(tier)
+    worker.run(**asked())
+    worker.go(tier, steps=12)
+    worker.settle(tier)
+    names = worker.core.batcher.running[0].sequence.block_hashes[:40]
+    assert {*names} <= {*tier.blocks}
+    tier.blocks.clear()
+    for _ in range(8):
+        worker.settle(tier)
+    assert {*names} <= {*tier.blocks}
+
+
 def test_a_store_that_nobody_answers_is_given_up(tier: Tier) -> None:
     """Its slots are asked for; the leg goes on."""
     worker = L2Worker(tier)

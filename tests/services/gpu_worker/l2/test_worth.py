@@ -29,6 +29,7 @@ def test_a_load_that_is_never_faster_is_tried_now_and_then() -> None:
     """Every 10 s, since what it takes may have changed; then it is asked for again."""
     worth = measured(0.002, 0.005)
     assert worth.min_blocks(ID_S, 100.0) == 8
+    worth.asked(100.0)
     assert worth.min_blocks(ID_S, 105.0) is None
     assert worth.min_blocks(ID_S, 110.0) == 8
     for _ in range(10):

@@ -88,7 +88,8 @@ class Tier:
         )
 
     def _store(self, message: StoreBlocks) -> BlocksStored:
-        self.used += _names(message.used)
+        used = _names(message.used)
+        self.used += used
         names = _names(message.block_hashes)
         assert message.lent is not None
         memory = self._memory(message.lent)
@@ -99,7 +100,8 @@ class Tier:
         for slot, name in zip(message.slots, names, strict=False):
             self.blocks[name] = bytes(memory.payload(slot))
         memory.give_back(message.slots, message.store_id)
-        return BlocksStored(store_id=message.store_id, kv_tier=self.instance, num_blocks=len(names))
+        present = len(names) + sum(name in self.blocks for name in used)
+        return BlocksStored(store_id=message.store_id, kv_tier=self.instance, num_blocks=present)
 
     def _memory(self, lent: Lent) -> BorrowedSlots:
         if lent not in self._maps:
