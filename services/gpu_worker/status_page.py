@@ -1,4 +1,4 @@
-"""One page of shared memory in which the engine says what it is in; read without asking it.
+"""Shared memory in which the engine says what it is in; read without asking it.
 
 It stays readable while the engine is inside a kernel, hung or dead. The page is anonymous memory
 (memfd) inherited as a descriptor: it goes with the last process that holds it.
@@ -13,8 +13,9 @@ _PHASE_BYTES = 32
 _DETAIL_BYTES = 512
 _COUNTERS_BYTES = 2048
 _SECONDS_BYTES = 512
-_GENERATION = struct.Struct("<Q")
+_GENERATION = struct.Struct("Q")  # written in one piece
 _BODY = struct.Struct(f"<{_PHASE_BYTES}s{_DETAIL_BYTES}s{_COUNTERS_BYTES}s{_SECONDS_BYTES}sd11q")
+_BYTES = _GENERATION.size + 2 * _BODY.size
 _READS_MAX = 1000
 
 
@@ -46,39 +47,40 @@ class EngineStatus(NamedTuple):
 
 
 def create() -> int:
-    """A new page as a descriptor, to be inherited by the engine and closed by both."""
+    """New memory for a page as a descriptor, to be inherited by the engine and closed by both."""
     fd = os.memfd_create("shoal-engine-status", os.MFD_CLOEXEC)
-    os.ftruncate(fd, mmap.PAGESIZE)
+    os.ftruncate(fd, _BYTES)
     return fd
 
 
 class StatusPage:
-    """One writer, any number of readers; a generation that is odd while the writer writes."""
+    """One writer, any number of readers. Two bodies in turn, and a generation that says which one
+    is whole: the writer may be stopped at any place.
+    """
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, mmap.PAGESIZE)
+        self._memory = mmap.mmap(fd, _BYTES)
         self._generation = 0
         self._status = EngineStatus()
 
     def update(self, **changes: Any) -> None:
         """Writer: change fields of `EngineStatus`."""
         self._status = status = self._status._replace(**changes)
-        _GENERATION.pack_into(self._memory, 0, self._generation + 1)
+        self._generation += 1
         phase, detail, *rest = status
         assert len(status.counters) <= _COUNTERS_BYTES
         assert len(status.seconds) <= _SECONDS_BYTES
         texts = (phase.encode()[:_PHASE_BYTES], detail.encode()[:_DETAIL_BYTES])
-        _BODY.pack_into(self._memory, _GENERATION.size, *texts, *rest)
-        self._generation += 2
+        _BODY.pack_into(self._memory, _body_at(self._generation), *texts, *rest)
         _GENERATION.pack_into(self._memory, 0, self._generation)
 
     def read(self) -> EngineStatus:
-        """Reader: the last whole status (or the one before, if the writer died inside a write)."""
+        """Reader: the last whole status."""
         for _ in range(_READS_MAX):
             (before,) = _GENERATION.unpack_from(self._memory)
-            body = _BODY.unpack_from(self._memory, _GENERATION.size)
+            body = _BODY.unpack_from(self._memory, _body_at(before))
             (after,) = _GENERATION.unpack_from(self._memory)
-            if before == after and before % 2 == 0:
+            if before == after:
                 if before:
                     phase, detail, counters, seconds, *numbers = body
                     texts = _text(phase), _text(detail)
@@ -89,6 +91,10 @@ class StatusPage:
 
     def close(self) -> None:
         self._memory.close()
+
+
+def _body_at(generation: int) -> int:
+    return _GENERATION.size + generation % 2 * _BODY.size
 
 
 def _text(field: bytes) -> str:

@@ -70,6 +70,18 @@ def test_a_reader_sees_what_the_writer_wrote() -> None:
     )
 
 
+def test_a_writer_that_is_stopped_inside_a_write_has_said_what_it_said_before() -> None:
+    """Also to who has not looked since: a stopped engine that seemed idle would never be missed."""
+    fd = status_page.create()
+    writer, reader = StatusPage(fd), StatusPage(fd)
+    os.close(fd)
+    for step in range(1, 4):
+        writer.update(phase="decode", step=step)
+        at = status_page._body_at(writer._generation + 1)
+        writer._memory[at : at + 100] = b"?" * 100
+        assert reader.read() == EngineStatus(phase="decode", step=step)
+
+
 def test_the_age_of_a_phase_counts_only_while_somebody_watched() -> None:
     """A watcher that slept begins to count anew; a phase without bound has no age."""
     status = EngineStatus(phase_started=10.0, phase_bound_ms=500)
