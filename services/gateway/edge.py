@@ -233,7 +233,7 @@ class Edge:
             return "this gateway is not connected to the bus"
         if not self.parts.view.led:
             return "no scheduler leads the pool"
-        if not table.workers:
+        if not table.leading.workers:
             return "no worker is ready"
         if not table.tokenizers:
             return "no tokenizer is ready"

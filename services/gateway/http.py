@@ -238,7 +238,7 @@ class HttpEdge:
             "owned_by": "shoal",
             "root": self._edge.model,
             "parent": None,
-            "max_model_len": self._edge.parts.table.max_model_len or None,
+            "max_model_len": self._edge.parts.table.leading.max_model_len or None,
             "permission": [],
         }
 
@@ -256,7 +256,7 @@ class HttpEdge:
         async with self._edge.turn(len(body)):
             asked = check_tokenize(body, self._edge.model)
         ids = await self._edge.tokenize(asked, request[tenant])
-        return json_response(tokenize_body(ids, self._edge.parts.table.max_model_len))
+        return json_response(tokenize_body(ids, self._edge.parts.table.leading.max_model_len))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = await self._body(request)

@@ -8,10 +8,10 @@ class Leader:
     """The scheduler instance that leads the pool: the highest (term, id) heard wins for good."""
 
     def __init__(self) -> None:
-        self.instance = ""
-        self.term = 0
-        self.max_model_len = 0
-        self.workers = 0
+        self.instance = ""  # before the first beacon
+        self.term = 0  # our beats echo it
+        self.max_model_len = 0  # ids of prompt and output together; 0 = not known yet
+        self.workers = 0  # of the pool that are ready
         self.model = ""
         self.kv_policy = ""
 

@@ -99,7 +99,7 @@ class Gateway(Actor):
         return super().stats() | redrives | self.store.counters | self.executor.counters
 
     def beat(self) -> Beat:
-        return replace(super().beat(), load=self.table.num_sessions, term=self.table.term)
+        return replace(super().beat(), load=self.table.num_sessions, term=self.table.leading.term)
 
     def status(self) -> Status:
         why = self.edge.not_ready() if self.ready else ""

@@ -74,29 +74,9 @@ class SessionTable:
         self._waiting: dict[str, Session] = {}  # tokenized, but the model's context is not known
 
     @property
-    def leader(self) -> str:
-        """Instance of the leading scheduler, "" before the first beacon."""
-        return self.leading.instance
-
-    @property
-    def term(self) -> int:
-        """The highest term heard; our beats echo it."""
-        return self.leading.term
-
-    @property
-    def workers(self) -> int:
-        """Workers of the pool that are ready, as its leader last said."""
-        return self.leading.workers
-
-    @property
     def tokenizers(self) -> int:
         """Live tokenizers."""
         return len(self._tokenizing.tokenizers)
-
-    @property
-    def max_model_len(self) -> int:
-        """Ids of prompt and output together; 0 = not known yet."""
-        return self.leading.max_model_len
 
     @property
     def num_sessions(self) -> int:
@@ -213,14 +193,14 @@ class SessionTable:
         session = self._tokenizing.answered(message)
         if session is None:
             return
-        if self.max_model_len == 0:
+        if self.leading.max_model_len == 0:
             self._waiting[session.spec.request_id] = session
         else:
             self._open_legs(session, now)
 
     def _open_legs(self, session: Session, now: float) -> None:
         try:
-            session.open_legs(self.max_model_len)
+            session.open_legs(self.leading.max_model_len)
         except MeshError as error:
             self._end(session, error)
             return
@@ -253,13 +233,13 @@ class SessionTable:
                     leg.state = "running"
                 self._cancel_elsewhere(session, leg)
             case Accepted():
-                if message.term >= self.term:
+                if message.term >= self.leading.term:
                     self._redrives.accepted(leg)
             case NotLeader():
                 # Not taken. The re-send that is due anyway goes to whoever leads by then.
                 self.counters["not_leader"] += 1
             case RouteLost():
-                if message.term == 0 or message.term >= self.term:
+                if message.term == 0 or message.term >= self.leading.term:
                     self._redrive(session, leg, ROUTE_LOST.get(message.reason, "moved"), now)
 
     def _cancel_elsewhere(self, session: Session, leg: Leg) -> None:
@@ -332,7 +312,7 @@ class SessionTable:
     def _on_gone(self, message: Died | Lost, now: float) -> None:
         """A process is gone. Legs move on the leader's word only: it places nothing there now."""
         self._tokenizing.died(message.instance)
-        if isinstance(message, Died) or message.term < self.term:
+        if isinstance(message, Died) or message.term < self.leading.term:
             return
         for session in list(self._sessions.values()):
             for leg in session.legs:
@@ -344,7 +324,7 @@ class SessionTable:
         if message.pool != self._pool:
             return
         changed = self.leading.hear(message)
-        if self.max_model_len:
+        if self.leading.max_model_len:
             waiting, self._waiting = self._waiting, {}
             for session in waiting.values():
                 self._open_legs(session, now)

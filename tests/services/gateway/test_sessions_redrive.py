@@ -69,7 +69,7 @@ def test_not_leader_waits_for_a_beacon(rig: Rig) -> None:
     assert [(to, submit.epoch) for to, submit in rig.sent(Submit)] == [("s2", 2)]
     rig.say(Accepted(request_id=R, choice=0, epoch=2, scheduler="s2", term=2))
     rig.say(rig.beacon("s", 1))
-    assert rig.table.leader == "s2"
+    assert rig.table.leading.instance == "s2"
 
 
 def test_a_running_leg_does_not_care_who_leads(rig: Rig) -> None:
