@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol
 
 from tests.chaos.asks import Ask
@@ -135,6 +135,15 @@ async def seen(holds: Callable[[], bool], what: str, within_s: float = PROOF_S) 
         if time.monotonic() > deadline:
             raise NotInjected(f"not seen within {within_s:g} s: {what}")
         await asyncio.sleep(POLL_S / 5)
+
+
+async def proven(look: Callable[[], Awaitable[str]], what: str, within_s: float = PROOF_S) -> str:
+    """As `seen`, where looking takes its time: until there is a proof, which it returns."""
+    deadline = time.monotonic() + within_s
+    while not (proof := await look()):
+        if time.monotonic() > deadline:
+            raise NotInjected(f"not seen within {within_s:g} s: {what}")
+    return proof
 
 
 def names(victims: list[Victim]) -> str:

@@ -17,6 +17,7 @@ RNG = random.Random(1)
 async def redis(redis_server: Server) -> AsyncIterator[Redis]:
     """A server that holds `BLOCKS`, which expire."""
     async with Redis.from_url(redis_server.url) as redis:
+        await redis.flushall()  # of what others left
         for name, value in BLOCKS.items():
             await redis.set(name, value, ex=1000)
         yield redis

@@ -11,8 +11,9 @@ from services.gpu_worker.config import SimConfig, WorkerConfig
 from services.gpu_worker.engine_core import EngineCore
 from services.gpu_worker.simulated import SimulatedRunner
 from shared.ids import pack_ids, unpack_ids
-from shared.messages import Cancel, Ended, Failed, Renew, Renewed, RenewLeg, Run, StepDone, Submit
+from shared.messages import Cancel, Ended, Failed, Renew, Renewed, RenewLeg, Run, StepDone
 from shared.sampling import SamplingParams
+from tests.services.gpu_worker import engine_kit
 
 SIM = SimConfig(
     num_blocks=9, max_model_len=120, vocab_size=500, output_tokens_min=3, output_tokens_max=40
@@ -28,19 +29,14 @@ def new_core(now: float, **sim: Any) -> EngineCore:
 
 
 def run(choice: int, epoch: int, output_ids: list[int], **changes: Any) -> Run:
-    submit = Submit(
-        request_id="r",
+    return engine_kit.run(
+        epoch,
         choice=choice,
-        epoch=epoch,
-        gateway="g-1",
-        model="m",
-        tenant="t",
         prompt_ids=pack_ids(PROMPTS[choice]),
         sampling=SamplingParams(max_tokens=35, seed=choice, logprobs=1 if choice == 2 else None),
-        output_ids=pack_ids(output_ids),
+        output_ids=output_ids,
         **changes,
     )
-    return Run(submit=submit, scheduler="s-1", term=1, detokenizer="d-1")
 
 
 def truth(choice: int) -> list[int]:

@@ -25,15 +25,14 @@ from shared.messages import (
     Failed,
     Renewed,
     RouteLost,
-    Run,
     Started,
     StepDone,
-    Submit,
     encode,
 )
 from shared.sampling import SamplingParams
 from shared.subjects import DIED, beat, inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.gpu_worker.engine_kit import run
 from tests.services.launches import launch_of
 
 FAST = {"step_ms": 1, "per_token_us": 0, "output_tokens_max": 0, "num_blocks": 256}
@@ -58,17 +57,12 @@ class Mesh:
             yield self.worker
 
     def run(self, choice: int = 0, max_tokens: int = 20, prompt: list[int] | None = None) -> None:
-        submit = Submit(
-            request_id="r",
+        message = run(
+            term=3,
             choice=choice,
-            epoch=1,
-            gateway="g-1",
-            model="m",
-            tenant="t",
             prompt_ids=pack_ids(prompt or range(40)),
             sampling=SamplingParams(max_tokens=max_tokens, seed=choice),
         )
-        message = Run(submit=submit, scheduler="s-1", term=3, detokenizer="d-1")
         self.bus.publish(inbox(self.worker.instance), encode(message))
 
     def of(self, kind: type[Any]) -> list[Any]:

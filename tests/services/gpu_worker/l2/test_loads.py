@@ -76,11 +76,7 @@ def test_a_leg_waits_on_while_its_chunks_come(tier: Tier, id_s: float, all_come:
     worker = L2Worker(tier, l2_slots_bytes=8 * 128)
     worker.core.batcher.pace.took(0, 100, 100 * id_s)
     worker.run(**asked())
-    for _ in range(40):
-        worker.tick(0.2)
-        worker.hear(tier)
-        worker.exchange(tier)
-        worker.tick()
+    worker.wait(tier)
     worker.go(tier)
 
     assert worker.take().ids == truth
@@ -110,11 +106,7 @@ def test_who_waits_for_another_to_load_waits_as_long(tier: Tier) -> None:
     worker.core.batcher.pace.took(0, 100, 1.0)
     for choice in range(2):
         worker.run(choice=choice, **asked())
-    for _ in range(40):
-        worker.tick(0.2)
-        worker.hear(tier)
-        worker.exchange(tier)
-        worker.tick()
+    worker.wait(tier)
     worker.go(tier)
 
     assert sum(len(lookup.slots) for lookup in tier.lookups()) == 40

@@ -8,10 +8,11 @@ import msgspec
 
 from services.gpu_worker.service import GpuWorker
 from shared.ids import pack_ids, unpack_ids
-from shared.messages import Ended, Run, Started, StepDone, Submit, encode
+from shared.messages import Ended, Started, StepDone, encode
 from shared.sampling import SamplingParams
 from shared.subjects import inbox
 from shared.testing import MemoryBroker, MemoryBus, eventually, running
+from tests.services.gpu_worker.engine_kit import run
 from tests.services.gpu_worker.l2.tier_kit import L2
 from tests.services.launches import launch_of
 
@@ -42,18 +43,8 @@ class TwoWorkers:
 
     def run(self, worker: int, choice: int, prompt: list[int], **changes: Any) -> None:
         """Begin a leg."""
-        submit = Submit(
-            request_id="r",
-            choice=choice,
-            epoch=1,
-            gateway="g-1",
-            model="m",
-            tenant="t",
-            prompt_ids=pack_ids(prompt),
-            sampling=SamplingParams(max_tokens=20, seed=7),
-        )
-        submit = msgspec.structs.replace(submit, **changes)
-        message = Run(submit=submit, scheduler="s-1", term=3, detokenizer="d-1")
+        defaults = {"sampling": SamplingParams(max_tokens=20, seed=7)}
+        message = run(term=3, choice=choice, prompt_ids=pack_ids(prompt), **defaults | changes)
         self.bus.publish(inbox(self.workers[worker].instance), encode(message))
 
     async def leg(self, worker: int, choice: int, prompt: list[int], **changes: Any) -> list[int]:
