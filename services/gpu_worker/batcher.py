@@ -267,6 +267,8 @@ class Batcher:
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of the known prefix whose logits nobody needs."""
+        if sequence.private:
+            return []
         self._extend_names(sequence)
         return self.pool.lookup(sequence.block_hashes[: self._num_reusable(sequence)])
 

@@ -21,8 +21,8 @@ _COPY_SHARE = 0.05  # of a step: a long one computes as much as `l2_copy_bytes` 
 class SecondLevel:
     """Loads what legs lack before they begin, stores what they have computed.
 
-    Everything here may fail, and then costs a leg at most `l2_answer_s`. While no kv_tier of this
-    host was heard nothing is done at all.
+    Everything here may fail, and then a leg has waited `l2_answer_s` for nothing. While no kv_tier
+    of this host was heard nothing is done at all.
     """
 
     def __init__(
